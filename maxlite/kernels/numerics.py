@@ -1,8 +1,13 @@
 """Numeric conventions shared by all kernels: accumulation type, products, soft cap."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_Integer = TypeVar("_Integer", int, jax.Array)
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> np.dtype:
@@ -28,6 +33,14 @@ def dot(x: jax.Array, y: jax.Array, contract: tuple[int, int], num_batch: int = 
   )
 
 
+def sum_arrays(terms: Sequence[jax.Array]) -> jax.Array:
+  """The sum of at least one array."""
+  total = terms[0]
+  for term in terms[1:]:
+    total = total + term
+  return total
+
+
 def apply_soft_cap(x: jax.Array, soft_cap: float) -> jax.Array:
   """soft_cap tanh(x / soft_cap), in x's type; x if soft_cap is 0.
 
@@ -38,6 +51,6 @@ def apply_soft_cap(x: jax.Array, soft_cap: float) -> jax.Array:
   return soft_cap * jnp.tanh(x / soft_cap)
 
 
-def ceil_div(a: int, b: int) -> int:
+def ceil_div(a: _Integer, b: int) -> _Integer:
   """a / b rounded up; also for int32 arrays, where `pl.cdiv` fails if 64-bit types are enabled."""
   return (a + b - 1) // b

@@ -5,6 +5,7 @@ room for the part that depends on the data, and library kernels fill it with upp
 """
 
 import re
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ class StatedCost(NamedTuple):
   fixed_bytes: float = 0
 
 
-def stated_cost(cost: StatedCost) -> jax.named_scope:
+def stated_cost(cost: StatedCost) -> AbstractContextManager[None]:
   """A context in which a kernel is called that costs `cost`."""
   flops = int(cost.flops)
   row_bytes = int(cost.row_bytes)

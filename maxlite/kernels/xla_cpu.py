@@ -28,7 +28,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,14 @@ def unpack(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def jit_init(init: Callable, **keywords: Any) -> Any:
+class JitOptions(TypedDict, total=False):
+  """Keyword arguments of `jax.jit`."""
+
+  out_shardings: object
+  donate_argnums: int
+
+
+def jit_init(init: Callable, **keywords: Unpack[JitOptions]) -> jax.stages.Wrapped:
   """`jax.jit` of a function that runs once.
 
   On CPUs, this optimization level takes half of the compile time and returns the same bits; level 0

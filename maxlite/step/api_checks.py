@@ -9,9 +9,10 @@ import numpy as np
 import optax
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.pytree import PyTree
 
 
-def check_not_donated(state: Any) -> None:
+def check_not_donated(state: PyTree) -> None:
   """Raise UserError if an array of `state` was donated to an earlier step."""
   for leaf in jax.tree.leaves(state):
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -43,23 +44,24 @@ def as_optimizer(value: Any, place: str) -> optax.GradientTransformation:
   return value
 
 
-def check_scalars(values: Mapping[str, Any], place: str) -> None:
+def check_scalars(values: Mapping[str, object], place: str) -> None:
   """Raise UserError if one of the values that the loss of `place` returned is not a scalar."""
   for name, x in values.items():
     if x is None:
       raise UserError(f"{name!r} of {place} is None; return the loss at the end of its function")
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
-    if not is_array or jnp.shape(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+    if isinstance(x, jax.Array | np.ndarray | np.generic | int | float):
+      if not jnp.shape(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        continue
+      found = jax.typeof(x).str_short()
+    else:
       found = type(x).__name__
-      if is_array:
-        found = jax.typeof(x).str_short()
-      raise UserError(
-        f"{name!r} of {place} is {found}; a loss returns a floating scalar (take jnp.mean), or "
-        "(scalar, {name: scalar})"
-      )
+    raise UserError(
+      f"{name!r} of {place} is {found}; a loss returns a floating scalar (take jnp.mean), or "
+      "(scalar, {name: scalar})"
+    )
 
 
-def check_unreserved(metrics: Mapping[str, Any], reserved: tuple[str, ...], place: str) -> None:
+def check_unreserved(metrics: Mapping[str, object], reserved: tuple[str, ...], place: str) -> None:
   """Raise UserError if the loss of `place` logs a name that the step itself logs."""
   for name in reserved:
     if name in metrics:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import struct
 
 from maxlite.data.batch import interleave
 from maxlite.optim.labels import merge
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 
 
@@ -19,23 +20,23 @@ from maxlite.step.train_state import Metrics
 class StepInputs:
   """The inputs of a step that reads more than its batch."""
 
-  batch: Any
+  batch: PyTree
   # Arrays by name that are not divided into micro-batches, such as a teacher's parameters.
-  extra: dict[str, Any]
+  extra: dict[str, PyTree]
 
 
 class GradientResult(NamedTuple):
   """The result of a step's forward and backward pass."""
 
-  gradients: Any  # Of the trained parameters.
+  gradients: PyTree  # Of the trained parameters.
   loss: jax.Array
   metrics: Metrics
-  collections: Any  # After the forward pass.
+  collections: PyTree  # After the forward pass.
 
 
 # (trained parameters, frozen parameters, collections, inputs, random key of this step) -> result.
 # The inputs are a batch, or StepInputs.
-GradientFunction = Callable[[Any, Any, Any, Any, jax.Array], GradientResult]
+GradientFunction = Callable[[PyTree, PyTree, PyTree, PyTree, jax.Array], GradientResult]
 
 
 class LossFunction(abc.ABC):
@@ -44,12 +45,12 @@ class LossFunction(abc.ABC):
   @abc.abstractmethod
   def forward(
     self,
-    params: Any,
-    collections: Any,
-    batch: Any,
+    params: PyTree,
+    collections: PyTree,
+    batch: PyTree,
     key: jax.Array,
-    extra: Mapping[str, Any],
-  ) -> tuple[Any, Any]:
+    extra: Mapping[str, PyTree],
+  ) -> tuple[PyTree, PyTree]:
     """Run the forward pass.
 
     Args:
@@ -62,10 +63,12 @@ class LossFunction(abc.ABC):
     """
 
   @abc.abstractmethod
-  def combine(self, sums: Any) -> tuple[jax.Array, Metrics]:
+  def combine(self, sums: PyTree) -> tuple[jax.Array, Metrics]:
     """Compute (loss, metrics) from the sums over the whole batch."""
 
-  def linearization_point(self, zeros: Any, batch: Any, sum_batch: Callable[[], Any]) -> Any:
+  def linearization_point(
+    self, zeros: PyTree, batch: PyTree, sum_batch: Callable[[], PyTree]
+  ) -> PyTree:
     """Sums of the whole batch, exact in those that the derivative of `combine` depends on.
 
     By default none are needed: `combine` is linear.
@@ -77,7 +80,7 @@ class LossFunction(abc.ABC):
     del batch, sum_batch
     return zeros
 
-  def sum_over_slices(self, function: Callable[..., Any], *args: Any) -> Any:
+  def sum_over_slices(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Call function(loss, *args) on the whole batch, or on parts whose results are added up."""
     return function(self, *args)
 
@@ -89,7 +92,7 @@ def build_gradients(loss: LossFunction, num_micro: int = 1) -> GradientFunction:
   """
 
   def gradients_of(
-    trained: Any, frozen: Any, collections: Any, inputs: Any, key: jax.Array
+    trained: PyTree, frozen: PyTree, collections: PyTree, inputs: PyTree, key: jax.Array
   ) -> GradientResult:
     batch, extra = _batch_and_extra(inputs)
     if num_micro > 1:
@@ -101,7 +104,7 @@ def build_gradients(loss: LossFunction, num_micro: int = 1) -> GradientFunction:
   return gradients_of
 
 
-def _batch_and_extra(inputs: Any) -> tuple[Any, Mapping[str, Any]]:
+def _batch_and_extra(inputs: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:
   if isinstance(inputs, StepInputs):
     return inputs.batch, inputs.extra
   return inputs, {}
@@ -109,14 +112,14 @@ def _batch_and_extra(inputs: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def _whole_batch_gradients(
   loss: LossFunction,
-  trained: Any,
-  frozen: Any,
-  collections: Any,
-  batch: Any,
+  trained: PyTree,
+  frozen: PyTree,
+  collections: PyTree,
+  batch: PyTree,
   key: jax.Array,
-  extra: Mapping[str, Any],
+  extra: Mapping[str, PyTree],
 ) -> GradientResult:
-  def total(trained: Any) -> tuple[jax.Array, tuple[dict, Any]]:
+  def total(trained: PyTree) -> tuple[jax.Array, tuple[dict, PyTree]]:
     params = merge(trained, frozen)
     sums, updated = loss.forward(params, collections, batch, key, extra)
     value, metrics = loss.combine(sums)
@@ -129,19 +132,19 @@ def _whole_batch_gradients(
 class MicroBatches(NamedTuple):
   """The micro-batches of a batch; every leaf has a first axis of their number."""
 
-  batch: Any
+  batch: PyTree
   key: jax.Array
 
 
 def _accumulated_gradients(
   loss: LossFunction,
   num_micro: int,
-  trained: Any,
-  frozen: Any,
-  collections: Any,
-  batch: Any,
+  trained: PyTree,
+  frozen: PyTree,
+  collections: PyTree,
+  batch: PyTree,
   key: jax.Array,
-  extra: Mapping[str, Any],
+  extra: Mapping[str, PyTree],
 ) -> GradientResult:
   """Compute the gradients of the whole batch from micro-batches.
 
@@ -157,7 +160,7 @@ def _accumulated_gradients(
   shapes, _ = jax.eval_shape(loss.forward, params, collections, first.batch, first.key, extra)
   accumulation = _Accumulation(shapes, collections, extra)
 
-  def sum_batch() -> Any:
+  def sum_batch() -> PyTree:
     return loss.sum_over_slices(accumulation.sums, trained, frozen, micro)
 
   totals = loss.linearization_point(accumulation.zeros(), batch, sum_batch)
@@ -174,19 +177,21 @@ def _accumulated_gradients(
 class _Accumulation:
   """Scans over the micro-batches of one batch."""
 
-  shapes: Any  # The sums of one micro-batch, as ShapeDtypeStructs.
-  collections: Any
-  extra: Mapping[str, Any]
+  shapes: PyTree  # The sums of one micro-batch, as ShapeDtypeStructs.
+  collections: PyTree
+  extra: Mapping[str, PyTree]
 
-  def zeros(self) -> Any:
+  def zeros(self) -> PyTree:
     """Sums of nothing, created where they are used: an array belongs to the shard_map around it."""
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self.shapes)
 
-  def sums(self, loss: LossFunction, trained: Any, frozen: Any, micro: MicroBatches) -> Any:
+  def sums(
+    self, loss: LossFunction, trained: PyTree, frozen: PyTree, micro: MicroBatches
+  ) -> PyTree:
     """The sums of all micro-batches, by forward passes only."""
     params = merge(trained, frozen)
 
-    def add(carry: tuple[Any, Any], one: MicroBatches) -> tuple[tuple[Any, Any], None]:
+    def add(carry: tuple[PyTree, PyTree], one: MicroBatches) -> tuple[tuple[PyTree, PyTree], None]:
       totals, collections = carry
       sums, collections = loss.forward(params, collections, one.batch, one.key, self.extra)
       totals = jax.tree.map(jnp.add, totals, sums)
@@ -196,8 +201,13 @@ class _Accumulation:
     return totals
 
   def gradients_and_sums(
-    self, loss: LossFunction, trained: Any, frozen: Any, micro: MicroBatches, cotangent: Any
-  ) -> tuple[tuple[Any, Any], Any]:
+    self,
+    loss: LossFunction,
+    trained: PyTree,
+    frozen: PyTree,
+    micro: MicroBatches,
+    cotangent: PyTree,
+  ) -> tuple[tuple[PyTree, PyTree], PyTree]:
     """((gradients of the trained parameters, sums), collections) after all micro-batches.
 
     Gradients are accumulated in float32 at least: a sum in bfloat16 no longer grows after 256 equal
@@ -207,10 +217,10 @@ class _Accumulation:
       cotangent: the derivative of the loss by the sums.
     """
 
-    def add(carry: tuple[Any, Any], one: MicroBatches) -> tuple[tuple[Any, Any], None]:
+    def add(carry: tuple[PyTree, PyTree], one: MicroBatches) -> tuple[tuple[PyTree, PyTree], None]:
       totals, collections = carry
 
-      def forward(trained: Any) -> tuple[Any, Any]:
+      def forward(trained: PyTree) -> tuple[PyTree, PyTree]:
         params = merge(trained, frozen)
         return loss.forward(params, collections, one.batch, one.key, self.extra)
 

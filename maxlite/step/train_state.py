@@ -1,45 +1,43 @@
 """The state that a training step updates."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from maxlite.optim.labels import is_masked
+from maxlite.sharding.pytree import PyTree
 
 # Values of a step by name.
 Metrics = dict[str, jax.Array]
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
   """All that a step changes; training resumes from it bit for bit."""
 
   # The number of steps taken, skipped ones included.
   step: jax.Array
-  params: Any
-  opt_state: Any
+  params: PyTree
+  opt_state: PyTree
   # A raw random key; step n draws from fold_in(rng, n).
   rng: jax.Array
   # The number of steps skipped because a loss or gradient was not finite.
   skipped: jax.Array
   skipped_in_a_row: jax.Array
   # The PhaseClock of alternating training.
-  clock: Any = None
+  clock: PyTree = None
   # Moving averages of the parameters that are ever trained, in float32 at least.
-  ema: Any = None
+  ema: PyTree = None
   # Other variables of the model, such as batch statistics.
-  collections: Any = None
+  collections: PyTree = None
 
 
 def init_state(
-  params: Any,
-  opt_state: Any,
+  params: PyTree,
+  opt_state: PyTree,
   rng: jax.Array,
-  clock: Any = None,
-  averaged: Any = None,
-  collections: Any = None,
+  clock: PyTree = None,
+  averaged: PyTree = None,
+  collections: PyTree = None,
 ) -> TrainState:
   """The state before the first step; `averaged` has the parameters that the EMA follows."""
   zero = jnp.zeros((), jnp.int32)
@@ -60,12 +58,12 @@ def init_state(
   )
 
 
-def averaged_params(state: TrainState) -> Any:
+def averaged_params(state: TrainState) -> PyTree:
   """The parameters, with their moving averages where there are any; None without EMA."""
   if state.ema is None:
     return None
 
-  def take(mean: Any, leaf: jax.Array) -> jax.Array:
+  def take(mean: PyTree, leaf: jax.Array) -> jax.Array:
     if is_masked(mean):
       return leaf
     return mean.astype(leaf.dtype)

@@ -1,9 +1,8 @@
 """The training step of solo runs, phases and ensemble members: a pure function, compiled once."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import optax
 
 from maxlite.config.errors import UserError
 from maxlite.optim.labels import Labels, is_masked, merge, split
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult
 from maxlite.step.train_state import Metrics, TrainState
 
@@ -29,16 +29,16 @@ ZERO_GRADIENTS = "zero_gradients"
 
 StepResult = tuple[TrainState, Metrics]
 # (state, inputs) -> (state, metrics). The inputs are a batch, or StepInputs.
-Step = Callable[[TrainState, Any], StepResult]
+Step = Callable[[TrainState, PyTree], StepResult]
 # (all parameters, metrics, whether the update was applied) -> all parameters.
-PostUpdate = Callable[[Any, Metrics, jax.Array], Any]
+PostUpdate = Callable[[PyTree, Metrics, jax.Array], PyTree]
 
 
 class StepParts(NamedTuple):
   """A training step in two parts, which an ensemble maps over its members separately."""
 
   # (all parameters, collections, inputs, random key of this step) -> result
-  gradients: Callable[[Any, Any, Any, jax.Array], GradientResult]
+  gradients: Callable[[PyTree, PyTree, PyTree, jax.Array], GradientResult]
   # (state, result) -> (state, metrics)
   update: Callable[[TrainState, GradientResult], StepResult]
 
@@ -59,7 +59,22 @@ class SkipRule:
   freeze_after: int | None = None
 
 
-def build_train_step(gradients_of: GradientFunction, tx: Any, **options: Any) -> Step:
+class StepOptions(TypedDict, total=False):
+  """Keyword arguments of `build_step_parts`."""
+
+  labels: Labels
+  learning_rate: Callable[[TrainState], jax.Array] | None
+  ema_decay: float
+  post_update: PostUpdate | None
+  skip: SkipRule | None
+  check_zero: Callable[[TrainState], jax.Array] | None
+
+
+def build_train_step(
+  gradients_of: GradientFunction,
+  tx: optax.GradientTransformation,
+  **options: Unpack[StepOptions],
+) -> Step:
   """Build train_step(state, inputs) -> (state, metrics); arguments as of `build_step_parts`."""
   return join_parts(build_step_parts(gradients_of, tx, **options))
 
@@ -67,7 +82,7 @@ def build_train_step(gradients_of: GradientFunction, tx: Any, **options: Any) ->
 def join_parts(parts: StepParts) -> Step:
   """The training step of one model: the gradients, then the update."""
 
-  def train_step(state: TrainState, inputs: Any) -> StepResult:
+  def train_step(state: TrainState, inputs: PyTree) -> StepResult:
     result = parts.gradients(state.params, state.collections, inputs, step_key(state))
     return parts.update(state, result)
 
@@ -104,7 +119,9 @@ def build_step_parts(
     check_zero: computes whether the step reports ZERO_GRADIENTS; None: it never does.
   """
 
-  def gradients(params: Any, collections: Any, inputs: Any, key: jax.Array) -> GradientResult:
+  def gradients(
+    params: PyTree, collections: PyTree, inputs: PyTree, key: jax.Array
+  ) -> GradientResult:
     trained, frozen = split(params, labels)
     return gradients_of(trained, frozen, collections, inputs, key)
 
@@ -159,7 +176,7 @@ def _check_finite(
   skip: SkipRule | None,
   state: TrainState,
   loss: jax.Array,
-  gradients: Any,
+  gradients: PyTree,
   metrics: Metrics,
 ) -> tuple[jax.Array, TrainState]:
   """(whether to apply the update, state with skipped steps counted); adds to the metrics."""
@@ -184,11 +201,11 @@ def count_skipped(state: TrainState, finite: jax.Array, metrics: Metrics) -> Tra
   return state.replace(skipped=skipped, skipped_in_a_row=skipped_in_a_row)
 
 
-def _zero_gradients(gradients: Any, check: jax.Array) -> jax.Array:
+def _zero_gradients(gradients: PyTree, check: jax.Array) -> jax.Array:
   """By parameter, whether its gradient is zero; False for frozen ones and unless `check`."""
   leaves = jax.tree.leaves(gradients, is_leaf=is_masked)
 
-  def is_zero(leaf: Any) -> jax.Array:
+  def is_zero(leaf: PyTree) -> jax.Array:
     if is_masked(leaf):
       return jnp.array(False)
     return jnp.all(leaf == 0)
@@ -202,30 +219,31 @@ def _zero_gradients(gradients: Any, check: jax.Array) -> jax.Array:
   return jax.lax.cond(check, flags, no_flags)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
   """The Euclidean norm of all leaves, summed in the widest of their types, at least float32."""
   leaves = jax.tree.leaves(tree)
-  dtypes = [leaf.dtype for leaf in leaves]
-  accumulator = functools.reduce(np.promote_types, dtypes, np.float32)
+  accumulator = np.dtype(np.float32)
+  for leaf in leaves:
+    accumulator = np.promote_types(accumulator, leaf.dtype)
   squares = [jnp.sum(jnp.square(leaf.astype(accumulator))) for leaf in leaves]
   return jnp.sqrt(sum(squares))
 
 
 def _update(
   tx: optax.GradientTransformation,
-  gradients: Any,
-  opt_state: Any,
-  trained: Any,
+  gradients: PyTree,
+  opt_state: PyTree,
+  trained: PyTree,
   finite: jax.Array,
   skip: SkipRule | None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
   """(trained parameters, optimizer state) after the update, if it is applied."""
 
-  def apply(opt_state: Any, trained: Any) -> tuple[Any, Any]:
+  def apply(opt_state: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
     updates, opt_state = _call_optimizer(tx, gradients, opt_state, trained)
     return optax.apply_updates(trained, updates), opt_state
 
-  def keep(opt_state: Any, trained: Any) -> tuple[Any, Any]:
+  def keep(opt_state: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
     return trained, opt_state
 
   if skip is not None and skip.keep_opt_state:
@@ -236,8 +254,8 @@ def _update(
 
 
 def _call_optimizer(
-  tx: optax.GradientTransformation, gradients: Any, opt_state: Any, trained: Any
-) -> tuple[Any, Any]:
+  tx: optax.GradientTransformation, gradients: PyTree, opt_state: PyTree, trained: PyTree
+) -> tuple[PyTree, PyTree]:
   """(updates, optimizer state). Raises UserError for optimizers with other arguments."""
   try:
     with jax.numpy_dtype_promotion("standard"):  # optax mixes types
@@ -252,21 +270,23 @@ def _call_optimizer(
     raise UserError(_NEEDS_LOSS.format(error)) from None
 
 
-def select(skip: SkipRule | None, finite: jax.Array, new: Any, old: Any) -> Any:
+def select(skip: SkipRule | None, finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
   """`new` if the update is applied, otherwise `old`."""
   if skip is None:
     return new
   return jax.tree.map(lambda new_leaf, old_leaf: jnp.where(finite, new_leaf, old_leaf), new, old)
 
 
-def update_ema(ema: Any, trained: Any, labels: Labels, finite: jax.Array, decay: float) -> Any:
+def update_ema(
+  ema: PyTree, trained: PyTree, labels: Labels, finite: jax.Array, decay: float
+) -> PyTree:
   """Move the averages of the trained parameters, if the update is applied."""
   if ema is None:
     return None
   averages, frozen = split(ema, labels)
   share = jnp.where(finite, 1 - decay, 0)
 
-  def move(mean: Any, leaf: jax.Array) -> Any:
+  def move(mean: PyTree, leaf: jax.Array) -> PyTree:
     if is_masked(mean):  # a parameter without an average
       return mean
     return mean + share.astype(mean.dtype) * (leaf.astype(mean.dtype) - mean)

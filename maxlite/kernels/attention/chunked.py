@@ -14,7 +14,7 @@ transposed, which transposes [r, C] rather than [r, S].
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from maxlite.kernels.attention.reference import (
   PartialAttention,
   visible,
 )
-from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, ceil_div, dot
+from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, ceil_div, dot, sum_arrays
 
 _MAX_SPANS = 8  # compile time grows with it; 8 spans compute 56 % of all scores, 16 would 53 %
 
@@ -40,16 +40,20 @@ class _Options(NamedTuple):
   first_key: int = 0  # row of the first of the given keys
 
 
-class _Queries(NamedTuple):
+# Integers that belong to rows; None in a tuple of gradients.
+_Integers = TypeVar("_Integers", jax.Array, None)
+
+
+class _Queries(NamedTuple, Generic[_Integers]):
   q_BTHC: jax.Array
-  segment_BT: jax.Array
-  row_BT: jax.Array
+  segment_BT: _Integers
+  row_BT: _Integers
 
 
-class _Keys(NamedTuple):
+class _Keys(NamedTuple, Generic[_Integers]):
   k_BGSC: jax.Array
   v_BGSC: jax.Array
-  segment_BS: jax.Array
+  segment_BS: _Integers
   sink_H: jax.Array | None
 
 
@@ -60,12 +64,21 @@ class _Results(NamedTuple):
   lse_BTH1: jax.Array
 
 
-class _QueryBlock(NamedTuple):
-  """The operands of a scan's body: queries, and in the backward pass what belongs to them."""
+class _Block(Protocol):
+  """The operands of a scan's body: a block of queries and what belongs to them."""
 
-  queries: _Queries
-  results: _Results | None = None
-  do_BTHC: jax.Array | None = None
+  @property
+  def queries(self) -> _Queries[jax.Array]: ...
+
+
+class _ForwardBlock(NamedTuple):
+  queries: _Queries[jax.Array]
+
+
+class _BackwardBlock(NamedTuple):
+  queries: _Queries[jax.Array]
+  results: _Results
+  do_BTHC: jax.Array
 
 
 class _KeyGradients(NamedTuple):
@@ -76,6 +89,11 @@ class _KeyGradients(NamedTuple):
   dsink_H: jax.Array | None
 
 
+_BlockType = TypeVar("_BlockType", bound=_Block)
+_Carry = TypeVar("_Carry")  # of a scan over blocks
+_Result = TypeVar("_Result")  # of a block
+
+
 class _Span(NamedTuple):
   """Queries [start, stop) and the only keys that they can attend."""
 
@@ -84,11 +102,11 @@ class _Span(NamedTuple):
   first_key: int
   stop_key: int
 
-  def rows(self, tree: Any) -> Any:
-    """The span's queries of every array [B, T, ...] of a pytree."""
-    return jax.tree.map(lambda x_BT: x_BT[:, self.start : self.stop], tree)
+  def rows(self, block: _BlockType) -> _BlockType:
+    """The span's queries of every array [B, T, ...] of `block`."""
+    return jax.tree.map(lambda x_BT: x_BT[:, self.start : self.stop], block)
 
-  def keys(self, keys: _Keys) -> _Keys:
+  def keys(self, keys: _Keys[jax.Array]) -> _Keys[jax.Array]:
     rows = slice(self.first_key, self.stop_key)
     return keys._replace(
       k_BGSC=keys.k_BGSC[:, :, rows],
@@ -99,7 +117,9 @@ class _Span(NamedTuple):
 
 # The body of a scan over blocks of queries for given keys, of which the first is the span's key
 # number `first`: body(options, keys, first, carry, block) -> (carry, result of the block).
-_QueryBlockBody = Callable[[_Options, _Keys, int, Any, _QueryBlock], tuple[Any, Any]]
+_QueryBlockBody = Callable[
+  [_Options, _Keys[jax.Array], int, _Carry, _BlockType], tuple[_Carry, _Result]
+]
 
 
 def attention(
@@ -126,36 +146,44 @@ def attention(
   return _attend(options, _queries(q_BTHC, mask), _keys(k_BSGC, v_BSGC, mask, sink_H))
 
 
-def _queries(q_BTHC: jax.Array, mask: AttentionMask) -> _Queries:
+def _queries(q_BTHC: jax.Array, mask: AttentionMask) -> _Queries[jax.Array]:
   return _Queries(q_BTHC, mask.q_segment_BT, mask.q_row_BT)
 
 
 def _keys(
   k_BSGC: jax.Array, v_BSGC: jax.Array, mask: AttentionMask, sink_H: jax.Array | None
-) -> _Keys:
+) -> _Keys[jax.Array]:
   return _Keys(k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2), mask.kv_segment_BS, sink_H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, queries: _Queries, keys: _Keys) -> jax.Array:
+def _attend(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> jax.Array:
   o_BTHC, _ = _forward(options, queries, keys)
   return o_BTHC
 
 
+class _Residuals(NamedTuple):
+  """What the backward pass reads."""
+
+  queries: _Queries[jax.Array]
+  keys: _Keys[jax.Array]
+  results: _Results
+
+
 def _forward(
-  options: _Options, queries: _Queries, keys: _Keys
-) -> tuple[jax.Array, tuple[_Queries, _Keys, _Results]]:
+  options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
+) -> tuple[jax.Array, _Residuals]:
   """(o_BTHC, residuals)"""
   results = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
-  return results.o_BTHC, (queries, keys, results)
+  return results.o_BTHC, _Residuals(queries, keys, results)
 
 
-def _compute(options: _Options, queries: _Queries, keys: _Keys) -> _Results:
+def _compute(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> _Results:
   o_spans = []
   lse_spans = []
   for span in _spans(options, queries, keys):
     body = _with_keys_in_reach(_forward_block, options, span, keys)
-    blocks = _split(_QueryBlock(span.rows(queries)), options.block)
+    blocks = _split(span.rows(_ForwardBlock(queries)), options.block)
     _, results = _scan(body, (), blocks)
     o_spans.append(_join(results.o_BTHC, span))
     lse_spans.append(_join(results.lse_BTH1, span))
@@ -163,8 +191,8 @@ def _compute(options: _Options, queries: _Queries, keys: _Keys) -> _Results:
 
 
 def _backward(
-  options: _Options, residuals: tuple[_Queries, _Keys, _Results], do_BTHC: jax.Array
-) -> tuple[_Queries, _Keys]:
+  options: _Options, residuals: _Residuals, do_BTHC: jax.Array
+) -> tuple[_Queries[None], _Keys[None]]:
   """(gradients of the queries, gradients of the keys and sinks)"""
   queries, keys, results = residuals
   sum_dtype = accumulator_dtype(do_BTHC.dtype)
@@ -182,17 +210,17 @@ def _backward(
       dsink_H=dsink_H,
     )
     body = _with_keys_in_reach(_backward_block, options, span, keys)
-    blocks = _split(span.rows(_QueryBlock(queries, results, do_BTHC)), options.block)
+    blocks = _split(span.rows(_BackwardBlock(queries, results, do_BTHC)), options.block)
     sums, dq_nBtHC = _scan(body, zeros, blocks)
     dsink_H = sums.dsink_H
     dq_spans.append(_join(dq_nBtHC, span))
     dk_spans.append(_pad_to_all_keys(sums.dk_BGSC, span, keys))
     dv_spans.append(_pad_to_all_keys(sums.dv_BGSC, span, keys))
-  if dsink_H is not None:
+  if dsink_H is not None and keys.sink_H is not None:
     dsink_H = dsink_H.astype(keys.sink_H.dtype)
   dkeys = _Keys(
-    k_BGSC=sum(dk_spans).astype(do_BTHC.dtype),
-    v_BGSC=sum(dv_spans).astype(do_BTHC.dtype),
+    k_BGSC=sum_arrays(dk_spans).astype(do_BTHC.dtype),
+    v_BGSC=sum_arrays(dv_spans).astype(do_BTHC.dtype),
     segment_BS=None,
     sink_H=dsink_H,
   )
@@ -203,7 +231,7 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _pad_to_all_keys(x_BGSC: jax.Array, span: _Span, keys: _Keys) -> jax.Array:
+def _pad_to_all_keys(x_BGSC: jax.Array, span: _Span, keys: _Keys[jax.Array]) -> jax.Array:
   """An array over the span's keys as one over all keys, zero for the others."""
   after = keys.k_BGSC.shape[2] - span.stop_key
   return jnp.pad(x_BGSC, ((0, 0), (0, 0), (span.first_key, after), (0, 0)))
@@ -253,7 +281,7 @@ def _partial_gradients(
   options = _partial_options(q_BTHC, mask, scale, block_q, soft_cap)
   keys = _keys(k_BSGC, v_BSGC, mask, sink_H=None)
   results = _Results(o_BTHC, lse_BHT.swapaxes(1, 2)[..., None])
-  residuals = (_queries(q_BTHC, mask), keys, results)
+  residuals = _Residuals(_queries(q_BTHC, mask), keys, results)
   dqueries, dkeys = _backward(options, residuals, do_BTHC)
   return dqueries.q_BTHC, dkeys.k_BGSC.swapaxes(1, 2), dkeys.v_BGSC.swapaxes(1, 2)
 
@@ -262,7 +290,7 @@ PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _forward_block(
-  options: _Options, keys: _Keys, _first: int, _carry: tuple[()], block: _QueryBlock
+  options: _Options, keys: _Keys[jax.Array], _first: int, _carry: tuple[()], block: _ForwardBlock
 ) -> tuple[tuple[()], _Results]:
   """The body of the forward pass's scan, which carries nothing."""
   queries = block.queries
@@ -270,11 +298,11 @@ def _forward_block(
   score_BGrS, _ = _scores(options, queries, keys)
   max_BGr1 = score_BGrS.max(-1, keepdims=True)
   if keys.sink_H is not None:
-    max_BGr1 = jnp.maximum(max_BGr1, _sink_scores(queries, keys))
+    max_BGr1 = jnp.maximum(max_BGr1, _sink_scores(keys.sink_H, queries, keys))
   p_BGrS = jnp.exp(score_BGrS - max_BGr1)
   sum_BGr1 = p_BGrS.sum(-1, keepdims=True)
   if keys.sink_H is not None:
-    sum_BGr1 += jnp.exp(_sink_scores(queries, keys) - max_BGr1)
+    sum_BGr1 += jnp.exp(_sink_scores(keys.sink_H, queries, keys) - max_BGr1)
   # Normalised after the sum over keys: C divisions per row instead of S.
   o_BGrC = dot(p_BGrS.astype(keys.v_BGSC.dtype), keys.v_BGSC, (3, 2), 2) / sum_BGr1
   lse_BGr1 = max_BGr1 + jnp.log(sum_BGr1)
@@ -286,7 +314,11 @@ def _forward_block(
 
 
 def _backward_block(
-  options: _Options, keys: _Keys, first: int, sums: _KeyGradients, block: _QueryBlock
+  options: _Options,
+  keys: _Keys[jax.Array],
+  first: int,
+  sums: _KeyGradients,
+  block: _BackwardBlock,
 ) -> tuple[_KeyGradients, jax.Array]:
   """(gradients of keys and sinks including this block's, dq_BtHC): the backward pass's body.
 
@@ -307,8 +339,9 @@ def _backward_block(
   dk_BGCS = dot(q_BGrC.swapaxes(2, 3), dscore_BGrS, (3, 2), 2)
   dv_BGCS = dot(do_BGrC.swapaxes(2, 3), p_BGrS.astype(dtype), (3, 2), 2)
   dsink_H = sums.dsink_H
-  if dsink_H is not None:
-    dsink_BGr1 = -jnp.exp(_sink_scores(block.queries, keys) - lse_BGr1) * mean_BGr1
+  if dsink_H is not None and keys.sink_H is not None:
+    sink_1Gr1 = _sink_scores(keys.sink_H, block.queries, keys)
+    dsink_BGr1 = -jnp.exp(sink_1Gr1 - lse_BGr1) * mean_BGr1
     dsink_H += _sum_per_head(dsink_BGr1, block.queries.row_BT.shape[1])
   sums = _KeyGradients(
     dk_BGSC=_add_from(first, sums.dk_BGSC, dk_BGCS),
@@ -334,17 +367,19 @@ def _add_from(first: int, total_BGSC: jax.Array, part_BGCS: jax.Array) -> jax.Ar
   return jax.lax.dynamic_update_slice_in_dim(total_BGSC, part_BGSC, first, axis=2)
 
 
-def _sink_scores(queries: _Queries, keys: _Keys) -> jax.Array:
+def _sink_scores(
+  sink_H: jax.Array, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
+) -> jax.Array:
   """score_1Gr1 of the sinks."""
   num_kv_heads = keys.k_BGSC.shape[1]
   num_queries = queries.row_BT.shape[1]
   sum_dtype = accumulator_dtype(keys.k_BGSC.dtype)
-  sink_Gh1 = keys.sink_H.astype(sum_dtype).reshape(num_kv_heads, -1, 1)
+  sink_Gh1 = sink_H.astype(sum_dtype).reshape(num_kv_heads, -1, 1)
   return jnp.repeat(sink_Gh1, num_queries, axis=2).reshape(1, num_kv_heads, -1, 1)
 
 
 def _scores(
-  options: _Options, queries: _Queries, keys: _Keys
+  options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
 ) -> tuple[jax.Array, jax.Array | float]:
   """(score_BGrS, derivative of the scores with respect to the product of query and key).
 
@@ -367,7 +402,7 @@ def _scores(
   return score_BGhtS.reshape(shape_BGrS), slope
 
 
-def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
+def _spans(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> list[_Span]:
   num_queries = queries.row_BT.shape[1]
   num_keys = keys.segment_BS.shape[1]
   if not options.is_aligned:
@@ -385,8 +420,11 @@ def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
 
 
 def _with_keys_in_reach(
-  function: _QueryBlockBody, options: _Options, span: _Span, keys: _Keys
-) -> Callable[[Any, _QueryBlock], tuple[Any, Any]]:
+  function: _QueryBlockBody[_Carry, _BlockType, _Result],
+  options: _Options,
+  span: _Span,
+  keys: _Keys[jax.Array],
+) -> Callable[[_Carry, _BlockType], tuple[_Carry, _Result]]:
   """The body of a scan over a span's blocks: `function(options, keys, first, carry, block)`.
 
   Its keys are those of the span from `first` on that the block may attend, in one of a few ranges
@@ -412,7 +450,7 @@ def _with_keys_in_reach(
   if len(bodies) == 1:
     return bodies[0]
 
-  def body(carry: Any, block: _QueryBlock) -> tuple[Any, Any]:
+  def body(carry: _Carry, block: _BlockType) -> tuple[_Carry, _Result]:
     last_range = jnp.clip(block.queries.row_BT.max() // length, 0, len(bodies) - 1)
     return jax.lax.switch(last_range, bodies, carry, block)
 
@@ -420,15 +458,15 @@ def _with_keys_in_reach(
 
 
 def _scan(
-  body: Callable[[Any, _QueryBlock], tuple[Any, Any]], carry: Any, blocks: _QueryBlock
-) -> tuple[Any, Any]:
+  body: Callable[[_Carry, _BlockType], tuple[_Carry, _Result]], carry: _Carry, blocks: _BlockType
+) -> tuple[_Carry, _Result]:
   num_blocks = blocks.queries.row_BT.shape[0]
   # For a single block, an unroll beyond the length removes the loop and its copy of the carry.
   unroll = 2 if num_blocks == 1 else 1
   return jax.lax.scan(body, carry, blocks, unroll=unroll)
 
 
-def _split(tree: _QueryBlock, block: int) -> _QueryBlock:
+def _split(blocks: _BlockType, block: int) -> _BlockType:
   """Each [B, T, ...] as blocks [n, B, t, ...]; the last one is padded with zeros."""
 
   def split(x_BT: jax.Array) -> jax.Array:
@@ -438,7 +476,7 @@ def _split(tree: _QueryBlock, block: int) -> _QueryBlock:
     x_Bnt = x_BT.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:])
     return x_Bnt.swapaxes(0, 1)
 
-  return jax.tree.map(split, tree)
+  return jax.tree.map(split, blocks)
 
 
 def _join(x_nBtHC: jax.Array, span: _Span) -> jax.Array:
@@ -448,7 +486,7 @@ def _join(x_nBtHC: jax.Array, span: _Span) -> jax.Array:
   return x_BTHC[:, : span.stop - span.start]
 
 
-def _fold(x_BtHC: jax.Array, keys: _Keys) -> jax.Array:
+def _fold(x_BtHC: jax.Array, keys: _Keys[jax.Array]) -> jax.Array:
   """x_BGrC: the heads that share a key/value head, stacked along the rows."""
   num_seqs, num_queries, _, num_channels = x_BtHC.shape
   num_kv_heads = keys.k_BGSC.shape[1]

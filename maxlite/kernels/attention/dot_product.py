@@ -5,6 +5,8 @@ in packed rows: they are a mask of all scores, which cuDNN reads. In bfloat16 JA
 types, which strict dtype promotion rejects.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -71,7 +73,7 @@ def _attend(
   v_BSGC: jax.Array,
   mask: AttentionMask,
   scale: float,
-  implementation: str,
+  implementation: Literal["xla", "cudnn"],
 ) -> jax.Array:
   # JAX requires the same number of channels for queries, keys and values.
   num_channels = v_BSGC.shape[-1]

@@ -8,13 +8,14 @@ The kernels do not declare over which mesh axes their results vary, so `jax.shar
 needs check_vma=False; tests/kernels/test_attention.py checks their gradients there.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_kernel,
   splash_attention_mask,
+  splash_attention_mask_info,
 )
 
 from maxlite.config.errors import UserError
@@ -79,7 +80,9 @@ def attention(
     v_GSC: jax.Array,
     segments: splash_attention_kernel.SegmentIds,
   ) -> jax.Array:
-    return kernel(q_HTC, k_GSC, v_GSC, segments, sink_H)
+    o_HTC = kernel(q_HTC, k_GSC, v_GSC, segments, sink_H)
+    assert isinstance(o_HTC, jax.Array)  # a tuple only where residuals are returned too
+    return o_HTC
 
   q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
   with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
@@ -133,6 +136,7 @@ def _build_kernel(
 ) -> splash_attention_kernel.SplashAttentionKernel:
   """The kernel for the shard of the queries that starts at `mask.q_start`, or for all of them."""
   all_scores = (shape.num_keys, shape.num_keys)
+  visible: splash_attention_mask.Mask
   if mask.window is None:
     visible = splash_attention_mask.CausalMask(all_scores)
   else:
@@ -168,14 +172,16 @@ def _block_sizes(block: int) -> splash_attention_kernel.BlockSizes:
   )
 
 
-def _cut(info: Any, num_shards: int, shard: int | jax.Array) -> Any:
-  """The tables of one shard of the queries; `info` is a MaskInfo of the kernels' module."""
-  changed = {"q_sequence": _shard_of(info.q_sequence, num_shards, shard, axis=0)}
+def _cut(
+  info: splash_attention_mask_info.MaskInfo, num_shards: int, shard: int | jax.Array
+) -> tuple[object, ...]:
+  """The fields of `info` with the tables of one shard of the queries."""
+  fields = info._asdict()
+  fields["q_sequence"] = _shard_of(fields["q_sequence"], num_shards, shard, axis=0)
   for name in ("data_next", "mask_next", "block_mask"):
-    table = getattr(info, name)
-    if table is not None:
-      changed[name] = _shard_of(table, num_shards, shard, axis=1)
-  return info._replace(**changed)
+    if fields[name] is not None:
+      fields[name] = _shard_of(fields[name], num_shards, shard, axis=1)
+  return tuple(fields.values())
 
 
 def _shard_of(table: jax.Array, num_shards: int, shard: int | jax.Array, axis: int) -> jax.Array:

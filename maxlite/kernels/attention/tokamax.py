@@ -47,7 +47,7 @@ class _Attended(NamedTuple):
   v_BSGC: jax.Array
   ranges: _KeyRanges
   o_BTHC: jax.Array
-  softmax: Any  # maximum and sum of each row's scores
+  softmax: tuple[jax.Array, jax.Array]  # maximum and sum of each row's scores
 
 
 def attention(
@@ -189,7 +189,7 @@ def _operation(options: _AttendOptions) -> Any:
   return operation
 
 
-def _arguments(options: _AttendOptions, ranges: _KeyRanges) -> dict[str, Any]:
+def _arguments(options: _AttendOptions, ranges: _KeyRanges) -> dict[str, object]:
   """The arguments of the operation that are the same in both passes."""
   stop_B1T = None
   if ranges.stop_BT is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxlite.kernels.grouped_matmul.tiles import Tiles, transpose_tile
+from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tiles, transpose_tile
 
 
 class GroupedKernels(NamedTuple):
@@ -29,7 +29,7 @@ def grouped_matmul_of(
   x_MD: jax.Array,
   w_GDF: jax.Array,
   group_sizes_G: jax.Array,
-  tiles: Tiles,
+  tiles: Tiles | ChosenTiles,
 ) -> jax.Array:
   """y_MF in x's type; the weight gradient has w's type."""
   return kernels.multiply_rows(x_MD, w_GDF, group_sizes_G, tiles.fwd, transpose=False)
@@ -48,14 +48,17 @@ def _forward(
   x_MD: jax.Array,
   w_GDF: jax.Array,
   group_sizes_G: jax.Array,
-  tiles: Tiles,
+  tiles: Tiles | ChosenTiles,
 ) -> tuple[jax.Array, _MatmulOperands]:
   y_MF = grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, tiles)
   return y_MF, _MatmulOperands(x_MD, w_GDF, group_sizes_G)
 
 
 def _backward(
-  kernels: GroupedKernels, tiles: Tiles, operands: _MatmulOperands, dy_MF: jax.Array
+  kernels: GroupedKernels,
+  tiles: Tiles | ChosenTiles,
+  operands: _MatmulOperands,
+  dy_MF: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
   x_MD, w_GDF, group_sizes_G = operands
   tile = transpose_tile(tiles.dlhs)

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
-from maxlite.kernels.grouped_matmul.tiles import Tile, Tiles, choose_tiles
+from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tile, Tiles, choose_tiles
 from maxlite.kernels.numerics import ceil_div
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
@@ -45,7 +45,7 @@ def grouped_matmul(
   return grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, fitted)
 
 
-def fit_tiles(tiles: Tiles, num_rows: int, dtype: jnp.dtype, w_GDF: jax.Array) -> Tiles:
+def fit_tiles(tiles: Tiles, num_rows: int, dtype: jnp.dtype, w_GDF: jax.Array) -> ChosenTiles:
   """`tiles`, with those that are None chosen, no larger than the arrays.
 
   Raises:
@@ -61,7 +61,7 @@ def fit_tiles(tiles: Tiles, num_rows: int, dtype: jnp.dtype, w_GDF: jax.Array) -
     weight_bytes=w_GDF.dtype.itemsize,
     device_kind=_device_kind(),
   )
-  return Tiles(
+  return ChosenTiles(
     fwd=_fit(tiles.fwd or chosen.fwd, num_rows, w_GDF),
     dlhs=_fit(tiles.dlhs or chosen.dlhs, num_rows, w_GDF),
     drhs=_fit(tiles.drhs or chosen.drhs, num_rows, w_GDF),

@@ -10,7 +10,7 @@ loops of XLA:CPU carry without conversion (kernels/xla_cpu.py).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
 SMALL = 8  # rows per tile if groups have fewer on average
 
-Carry = Any  # a pytree of arrays
+Carry = TypeVar("Carry")  # a pytree of arrays
 
 
 def grouped_matmul(

@@ -8,7 +8,7 @@ that fit and takes the fastest one by a roofline estimate.
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from maxlite.kernels.numerics import ceil_div
 
@@ -27,10 +27,19 @@ class Tiles(NamedTuple):
   drhs: Tile | None = None  # the gradient of w
 
 
+class ChosenTiles(NamedTuple):
+  """`Tiles` in which none is None."""
+
+  fwd: Tile
+  dlhs: Tile
+  drhs: Tile
+
+
 DEFAULT_TILES = Tiles()
+_TileOrNone = TypeVar("_TileOrNone", Tile, Tile | None)
 
 
-def transpose_tile(tile: Tile | None) -> Tile | None:
+def transpose_tile(tile: _TileOrNone) -> _TileOrNone:
   """The tile (rows, F, D) for the product with the transposed weight."""
   if tile is None:
     return None
@@ -74,13 +83,13 @@ class _Problem(NamedTuple):
 
 def choose_tiles(
   m: int, groups: int, d: int, f: int, row_bytes: int, weight_bytes: int, device_kind: str
-) -> Tiles:
+) -> ChosenTiles:
   """The tiles of all passes for x_MD and w_GDF, whose elements have these sizes in bytes."""
   spec = TPU_SPECS.get(device_kind, _FALLBACK)
   fwd = _Problem(m, groups, k=d, n=f, row_bytes=row_bytes, sum_bytes=0)
   dlhs = _Problem(m, groups, k=f, n=d, row_bytes=row_bytes, sum_bytes=0)
   drhs = _Problem(m, groups, k=d, n=f, row_bytes=row_bytes, sum_bytes=weight_bytes)
-  return Tiles(
+  return ChosenTiles(
     fwd=_fastest(fwd, spec),
     dlhs=transpose_tile(_fastest(dlhs, spec)),
     drhs=_fastest(drhs, spec),

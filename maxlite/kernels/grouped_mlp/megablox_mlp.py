@@ -11,7 +11,7 @@ weights with which they are multiplied.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from maxlite.kernels.grouped_matmul import megablox
-from maxlite.kernels.grouped_matmul.tiles import Tiles, transpose_tile
+from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tiles, transpose_tile
 from maxlite.kernels.grouped_mlp.biases import Biases
 from maxlite.kernels.grouped_mlp.composed import Activation
-from maxlite.kernels.numerics import accumulator_dtype, ceil_div
+from maxlite.kernels.numerics import accumulator_dtype, ceil_div, sum_arrays
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
 # Limits of a block of the kernel on live rows.
@@ -185,7 +185,7 @@ def _over_live_rows(group_sizes_G: jax.Array, interpret: bool) -> Callable[..., 
   return functools.partial(map_live_rows, num_live=num_live, interpret=interpret)
 
 
-def _fit(tiles: Tiles, x_MD: jax.Array, w_GDF: jax.Array) -> Tiles:
+def _fit(tiles: Tiles, x_MD: jax.Array, w_GDF: jax.Array) -> ChosenTiles:
   return megablox.fit_tiles(tiles, x_MD.shape[0], x_MD.dtype, w_GDF)
 
 
@@ -209,8 +209,8 @@ def _sum_as(shape: tuple[int, ...]) -> Callable[..., tuple[jax.Array]]:
 
   def add(terms: Sequence[jax.Array]) -> tuple[jax.Array]:
     dtype = terms[0].dtype
-    total = sum(term[:, :width].astype(accumulator_dtype(dtype)) for term in terms)
-    return (total.astype(dtype).reshape((-1, *shape[1:])),)
+    wide = [term[:, :width].astype(accumulator_dtype(dtype)) for term in terms]
+    return (sum_arrays(wide).astype(dtype).reshape((-1, *shape[1:])),)
 
   return add
 
@@ -224,7 +224,9 @@ def _hidden(
   return (_append(h_mF, weight_m1.astype(h_mF.dtype), num_columns),)
 
 
-def _wide_hidden(activation: Activation, weight_m1: jax.Array, up_mF: _Arrays) -> jax.Array:
+def _wide_hidden(
+  activation: Activation, weight_m1: jax.Array, up_mF: Sequence[jax.Array]
+) -> jax.Array:
   """The hidden rows times their weights, in the accumulator type."""
   dtype = accumulator_dtype(up_mF[0].dtype)
   wide_mF = [up.astype(dtype) for up in up_mF]
@@ -252,7 +254,7 @@ def map_live_rows(
   num_live: jax.Array,
   in_place: int = 0,
   interpret: bool = False,
-) -> Sequence[jax.Array]:
+) -> _Arrays:
   """The results of `function` on the first `num_live` rows; the others are undefined.
 
   A receive buffer has several times the rows that arrive. XLA's operations would touch all of them;
@@ -272,7 +274,7 @@ def map_live_rows(
   row_bytes = sum(_row_bytes(array) for array in (*rows, *shapes))
   block = _block_rows(num_rows, row_bytes)
 
-  def kernel(*refs: Any) -> None:
+  def kernel(*refs: jax.Ref) -> None:
     operand_refs = refs[: len(rows)]
     result_refs = refs[len(rows) :]
     blocks = [ref[...] for ref in operand_refs]

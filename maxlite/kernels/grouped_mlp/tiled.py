@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul.tiled import RowTile, for_tiles
 from maxlite.kernels.grouped_mlp.composed import Activation, weighted
-from maxlite.kernels.numerics import accumulator_dtype, dot
+from maxlite.kernels.numerics import accumulator_dtype, dot, sum_arrays
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
 _Arrays = tuple[jax.Array, ...]
@@ -186,7 +186,7 @@ def _add_tile_gradients(
   for dw_GDF, dup in zip(gradients.dwi_GDF, dup_mF, strict=True):
     dwi_GDF.append(tile.add(dw_GDF, dot(x_Dm, dup, (1, 0))))
   return _MlpGradients(
-    dx_MD=tile.write(gradients.dx_MD, sum(dx_terms).astype(dtype)),
+    dx_MD=tile.write(gradients.dx_MD, sum_arrays(dx_terms).astype(dtype)),
     dweight_M=tile.write(gradients.dweight_M, dweight_m),
     dwi_GDF=tuple(dwi_GDF),
     dwo_GFD=tile.add(gradients.dwo_GFD, dot(h_Fm, dy_mD, (1, 0))),

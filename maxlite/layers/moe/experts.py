@@ -10,6 +10,7 @@ from flax import struct
 
 from maxlite.config.schema import ModelConfig, MoeConfig
 from maxlite.kernels.grouped_matmul.api import WITHOUT_VMA, Tiles, resolve_backend
+from maxlite.kernels.grouped_matmul.tiles import Tile
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 from maxlite.layers.mlp import build_activation
 from maxlite.sharding import Sharder
@@ -77,9 +78,9 @@ class ExpertMlp(NamedTuple):
       backend=self.backend,
       quantization=self.quantization,
       wi_tiles=Tiles(
-        fwd=tiles.wi_tile_fwd or None,
-        dlhs=tiles.wi_tile_dlhs or None,
-        drhs=tiles.wi_tile_drhs or None,
+        fwd=_embed_before_mlp(tiles.wi_tile_fwd),
+        dlhs=_embed_before_mlp(tiles.wi_tile_dlhs),
+        drhs=_embed_before_mlp(tiles.wi_tile_drhs),
       ),
       wo_tiles=Tiles(
         fwd=_mlp_before_embed(tiles.wo_tile_fwd),
@@ -89,7 +90,15 @@ class ExpertMlp(NamedTuple):
     )
 
 
-def _mlp_before_embed(tile: tuple[int, ...]) -> tuple[int, ...] | None:
+def _embed_before_mlp(tile: tuple[int, ...]) -> Tile | None:
+  """A tile [rows, embed, mlp] in the order of the axes of `wi`; None for an empty one."""
+  if not tile:
+    return None
+  rows, embed, mlp = tile
+  return rows, embed, mlp
+
+
+def _mlp_before_embed(tile: tuple[int, ...]) -> Tile | None:
   """A tile [rows, embed, mlp] in the order of the axes of `wo`; None for an empty one."""
   if not tile:
     return None
