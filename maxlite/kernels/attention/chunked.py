@@ -44,17 +44,21 @@ class _Options(NamedTuple):
 _Integers = TypeVar("_Integers", jax.Array, None)
 
 
-class _Queries(NamedTuple, Generic[_Integers]):
+class _QueryArrays(NamedTuple, Generic[_Integers]):
   q_BTHC: jax.Array
   segment_BT: _Integers
   row_BT: _Integers
 
 
-class _Keys(NamedTuple, Generic[_Integers]):
+class _KeyArrays(NamedTuple, Generic[_Integers]):
   k_BGSC: jax.Array
   v_BGSC: jax.Array
   segment_BS: _Integers
   sink_H: jax.Array | None
+
+
+_Queries = _QueryArrays[jax.Array]
+_Keys = _KeyArrays[jax.Array]
 
 
 class _Results(NamedTuple):
@@ -68,15 +72,15 @@ class _Block(Protocol):
   """The operands of a scan's body: a block of queries and what belongs to them."""
 
   @property
-  def queries(self) -> _Queries[jax.Array]: ...
+  def queries(self) -> _Queries: ...
 
 
 class _ForwardBlock(NamedTuple):
-  queries: _Queries[jax.Array]
+  queries: _Queries
 
 
 class _BackwardBlock(NamedTuple):
-  queries: _Queries[jax.Array]
+  queries: _Queries
   results: _Results
   do_BTHC: jax.Array
 
@@ -106,7 +110,7 @@ class _Span(NamedTuple):
     """The span's queries of every array [B, T, ...] of `block`."""
     return jax.tree.map(lambda x_BT: x_BT[:, self.start : self.stop], block)
 
-  def keys(self, keys: _Keys[jax.Array]) -> _Keys[jax.Array]:
+  def keys(self, keys: _Keys) -> _Keys:
     rows = slice(self.first_key, self.stop_key)
     return keys._replace(
       k_BGSC=keys.k_BGSC[:, :, rows],
@@ -117,9 +121,7 @@ class _Span(NamedTuple):
 
 # The body of a scan over blocks of queries for given keys, of which the first is the span's key
 # number `first`: body(options, keys, first, carry, block) -> (carry, result of the block).
-_QueryBlockBody = Callable[
-  [_Options, _Keys[jax.Array], int, _Carry, _BlockType], tuple[_Carry, _Result]
-]
+_QueryBlockBody = Callable[[_Options, _Keys, int, _Carry, _BlockType], tuple[_Carry, _Result]]
 
 
 def attention(
@@ -146,39 +148,39 @@ def attention(
   return _attend(options, _queries(q_BTHC, mask), _keys(k_BSGC, v_BSGC, mask, sink_H))
 
 
-def _queries(q_BTHC: jax.Array, mask: AttentionMask) -> _Queries[jax.Array]:
+def _queries(q_BTHC: jax.Array, mask: AttentionMask) -> _Queries:
   return _Queries(q_BTHC, mask.q_segment_BT, mask.q_row_BT)
 
 
 def _keys(
   k_BSGC: jax.Array, v_BSGC: jax.Array, mask: AttentionMask, sink_H: jax.Array | None
-) -> _Keys[jax.Array]:
+) -> _Keys:
   return _Keys(k_BSGC.swapaxes(1, 2), v_BSGC.swapaxes(1, 2), mask.kv_segment_BS, sink_H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> jax.Array:
+def _attend(options: _Options, queries: _Queries, keys: _Keys) -> jax.Array:
   o_BTHC, _ = _forward(options, queries, keys)
   return o_BTHC
 
 
-class _Residuals(NamedTuple):
+class _ChunkedResiduals(NamedTuple):
   """What the backward pass reads."""
 
-  queries: _Queries[jax.Array]
-  keys: _Keys[jax.Array]
+  queries: _Queries
+  keys: _Keys
   results: _Results
 
 
 def _forward(
-  options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
-) -> tuple[jax.Array, _Residuals]:
+  options: _Options, queries: _Queries, keys: _Keys
+) -> tuple[jax.Array, _ChunkedResiduals]:
   """(o_BTHC, residuals)"""
   results = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
-  return results.o_BTHC, _Residuals(queries, keys, results)
+  return results.o_BTHC, _ChunkedResiduals(queries, keys, results)
 
 
-def _compute(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> _Results:
+def _compute(options: _Options, queries: _Queries, keys: _Keys) -> _Results:
   o_spans = []
   lse_spans = []
   for span in _spans(options, queries, keys):
@@ -191,8 +193,8 @@ def _compute(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Ar
 
 
 def _backward(
-  options: _Options, residuals: _Residuals, do_BTHC: jax.Array
-) -> tuple[_Queries[None], _Keys[None]]:
+  options: _Options, residuals: _ChunkedResiduals, do_BTHC: jax.Array
+) -> tuple[_QueryArrays[None], _KeyArrays[None]]:
   """(gradients of the queries, gradients of the keys and sinks)"""
   queries, keys, results = residuals
   sum_dtype = accumulator_dtype(do_BTHC.dtype)
@@ -218,20 +220,20 @@ def _backward(
     dv_spans.append(_pad_to_all_keys(sums.dv_BGSC, span, keys))
   if dsink_H is not None and keys.sink_H is not None:
     dsink_H = dsink_H.astype(keys.sink_H.dtype)
-  dkeys = _Keys(
+  dkeys = _KeyArrays(
     k_BGSC=sum_arrays(dk_spans).astype(do_BTHC.dtype),
     v_BGSC=sum_arrays(dv_spans).astype(do_BTHC.dtype),
     segment_BS=None,
     sink_H=dsink_H,
   )
-  dqueries = _Queries(jnp.concatenate(dq_spans, axis=1), segment_BT=None, row_BT=None)
+  dqueries = _QueryArrays(jnp.concatenate(dq_spans, axis=1), segment_BT=None, row_BT=None)
   return dqueries, dkeys
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _pad_to_all_keys(x_BGSC: jax.Array, span: _Span, keys: _Keys[jax.Array]) -> jax.Array:
+def _pad_to_all_keys(x_BGSC: jax.Array, span: _Span, keys: _Keys) -> jax.Array:
   """An array over the span's keys as one over all keys, zero for the others."""
   after = keys.k_BGSC.shape[2] - span.stop_key
   return jnp.pad(x_BGSC, ((0, 0), (0, 0), (span.first_key, after), (0, 0)))
@@ -281,7 +283,7 @@ def _partial_gradients(
   options = _partial_options(q_BTHC, mask, scale, block_q, soft_cap)
   keys = _keys(k_BSGC, v_BSGC, mask, sink_H=None)
   results = _Results(o_BTHC, lse_BHT.swapaxes(1, 2)[..., None])
-  residuals = _Residuals(_queries(q_BTHC, mask), keys, results)
+  residuals = _ChunkedResiduals(_queries(q_BTHC, mask), keys, results)
   dqueries, dkeys = _backward(options, residuals, do_BTHC)
   return dqueries.q_BTHC, dkeys.k_BGSC.swapaxes(1, 2), dkeys.v_BGSC.swapaxes(1, 2)
 
@@ -290,7 +292,7 @@ PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _forward_block(
-  options: _Options, keys: _Keys[jax.Array], _first: int, _carry: tuple[()], block: _ForwardBlock
+  options: _Options, keys: _Keys, _first: int, _carry: tuple[()], block: _ForwardBlock
 ) -> tuple[tuple[()], _Results]:
   """The body of the forward pass's scan, which carries nothing."""
   queries = block.queries
@@ -314,11 +316,7 @@ def _forward_block(
 
 
 def _backward_block(
-  options: _Options,
-  keys: _Keys[jax.Array],
-  first: int,
-  sums: _KeyGradients,
-  block: _BackwardBlock,
+  options: _Options, keys: _Keys, first: int, sums: _KeyGradients, block: _BackwardBlock
 ) -> tuple[_KeyGradients, jax.Array]:
   """(gradients of keys and sinks including this block's, dq_BtHC): the backward pass's body.
 
@@ -367,9 +365,7 @@ def _add_from(first: int, total_BGSC: jax.Array, part_BGCS: jax.Array) -> jax.Ar
   return jax.lax.dynamic_update_slice_in_dim(total_BGSC, part_BGSC, first, axis=2)
 
 
-def _sink_scores(
-  sink_H: jax.Array, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
-) -> jax.Array:
+def _sink_scores(sink_H: jax.Array, queries: _Queries, keys: _Keys) -> jax.Array:
   """score_1Gr1 of the sinks."""
   num_kv_heads = keys.k_BGSC.shape[1]
   num_queries = queries.row_BT.shape[1]
@@ -379,7 +375,7 @@ def _sink_scores(
 
 
 def _scores(
-  options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]
+  options: _Options, queries: _Queries, keys: _Keys
 ) -> tuple[jax.Array, jax.Array | float]:
   """(score_BGrS, derivative of the scores with respect to the product of query and key).
 
@@ -402,7 +398,7 @@ def _scores(
   return score_BGhtS.reshape(shape_BGrS), slope
 
 
-def _spans(options: _Options, queries: _Queries[jax.Array], keys: _Keys[jax.Array]) -> list[_Span]:
+def _spans(options: _Options, queries: _Queries, keys: _Keys) -> list[_Span]:
   num_queries = queries.row_BT.shape[1]
   num_keys = keys.segment_BS.shape[1]
   if not options.is_aligned:
@@ -423,7 +419,7 @@ def _with_keys_in_reach(
   function: _QueryBlockBody[_Carry, _BlockType, _Result],
   options: _Options,
   span: _Span,
-  keys: _Keys[jax.Array],
+  keys: _Keys,
 ) -> Callable[[_Carry, _BlockType], tuple[_Carry, _Result]]:
   """The body of a scan over a span's blocks: `function(options, keys, first, carry, block)`.
 
@@ -486,7 +482,7 @@ def _join(x_nBtHC: jax.Array, span: _Span) -> jax.Array:
   return x_BTHC[:, : span.stop - span.start]
 
 
-def _fold(x_BtHC: jax.Array, keys: _Keys[jax.Array]) -> jax.Array:
+def _fold(x_BtHC: jax.Array, keys: _Keys) -> jax.Array:
   """x_BGrC: the heads that share a key/value head, stacked along the rows."""
   num_seqs, num_queries, _, num_channels = x_BtHC.shape
   num_kv_heads = keys.k_BGSC.shape[1]
