@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS_FILE = Path(__file__).with_name("accelerator_parts.py")
@@ -64,11 +65,30 @@ TABLES = {
 
 
 class Outcome(NamedTuple):
+  """What a part has printed, and how it ended.
+
+  Attributes:
+    rows: each is {"table": name, "cells": [...]}.
+    error: one line; empty if there was none.
+    skipped: why the part does not apply to this machine; empty if it does.
+  """
+
   part: str
-  rows: list[dict[str, Any]]  # {"table": name, "cells": [...]}
+  rows: list[dict[str, Any]]
   seconds: float
-  error: str  # empty: none
-  skipped: str = ""  # why the part does not apply
+  error: str = ""
+  skipped: str = ""
+
+  @property
+  def result(self) -> str:
+    return self.error or self.skipped or "done"
+
+
+class Ending(NamedTuple):
+  """The output of a process, and why it failed; empty if it did not."""
+
+  output: str
+  error: str
 
 
 def main() -> int:
@@ -81,9 +101,11 @@ def main() -> int:
   parser.add_argument("--note", default="", help="a line for the table")
   parser.add_argument("parts", nargs="*", help="names of parts, by default all")
   options = parser.parse_intermixed_args()
-  unknown = set(options.parts) - {part for part, _ in PARTS}
+  names = [part for part, _ in PARTS]
+  unknown = set(options.parts) - set(names)
   if unknown:
-    parser.error(f"unknown parts {sorted(unknown)}; choose from {[part for part, _ in PARTS]}")
+    parser.error(f"unknown parts {sorted(unknown)}; choose from {names}")
+  log = options.table.with_suffix(".log")
   deadline = time.monotonic() + 60 * options.minutes
   outcomes: list[Outcome] = []
   for part, part_limit in PARTS:
@@ -91,74 +113,111 @@ def main() -> int:
       continue
     limit = min(part_limit, deadline - time.monotonic())
     if limit < 5:
-      outcomes.append(Outcome(part, [], 0, f"not run: {options.minutes:g} minutes are over"))
+      error = f"not run: {options.minutes:g} minutes are over"
+      outcome = Outcome(part, rows=[], seconds=0, error=error)
     else:
-      outcomes.append(run_part(part, limit, options.small, options.table.with_suffix(".log")))
-    last = outcomes[-1]
-    print(f"{part}: {last.error or last.skipped or 'done'}, {last.seconds:.0f} s", flush=True)
+      outcome = run_part(part, limit, options.small, log)
+    outcomes.append(outcome)
+    print(f"{part}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
     options.table.write_text(report(outcomes, options.note))  # complete after every part
   print(options.table.read_text())
   return any(outcome.error for outcome in outcomes)
 
 
 def run_part(part: str, limit: float, small: bool, log: Path) -> Outcome:
-  """Run a part in its own process group, which is killed at the limit; its stderr goes to `log`."""
-  command = [sys.executable, str(PARTS_FILE), *part.split(), *["--small"] * small]
-  path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+  """Run a part and read the rows that it printed; its stderr goes to `log`."""
+  command = [sys.executable, str(PARTS_FILE), *part.split()]
+  if small:
+    command.append("--small")
   start = time.monotonic()
   with log.open("a") as errors:
     errors.write(f"\n== {part}\n")
     errors.flush()
-    process = subprocess.Popen(
-      command,
-      stdout=subprocess.PIPE,
-      stderr=errors,
-      text=True,
-      env=os.environ | {"PYTHONPATH": path},
-      start_new_session=True,
-    )
-    try:
-      out, _ = process.communicate(timeout=limit)
-      error = "" if process.returncode == 0 else f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-      os.killpg(process.pid, signal.SIGKILL)
-      out, _ = process.communicate()
-      error = f"exceeded its limit of {limit:.0f} s"
-  rows, skipped = [], ""
-  for line in out.splitlines():
+    output, error = run_process(command, limit, errors)
+  seconds = time.monotonic() - start
+  rows = []
+  skipped = ""
+  for line in output.splitlines():
     if line.startswith("ROW "):
       rows.append(json.loads(line.removeprefix("ROW ")))
     elif line.startswith("ERROR "):
       error = line.removeprefix("ERROR ")
     elif line.startswith("SKIPPED "):
       skipped = line.lower()
-  results = [str(row["cells"][-1]) for row in rows]
-  if not error and any(result.startswith(("DIFFERS", "FAILED")) for result in results):
+  if not error and any(is_wrong(row) for row in rows):
     error = "a kernel differs from the reference or fails, see above"
-  return Outcome(part, rows, time.monotonic() - start, error, skipped)
+  return Outcome(part, rows, seconds, error, skipped)
+
+
+def run_process(command: list[str], limit: float, errors: TextIO) -> Ending:
+  """Run a command in its own process group, which is killed after `limit` seconds."""
+  paths = [str(ROOT)]
+  if os.environ.get("PYTHONPATH"):
+    paths.append(os.environ["PYTHONPATH"])
+  process = subprocess.Popen(
+    command,
+    stdout=subprocess.PIPE,
+    stderr=errors,
+    text=True,
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    start_new_session=True,
+  )
+  try:
+    output, _ = process.communicate(timeout=limit)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return Ending(output, f"exceeded its limit of {limit:.0f} s")
+  if process.returncode != 0:
+    return Ending(output, f"exit code {process.returncode}")
+  return Ending(output, "")
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+  """Whether the last cell of a row reports a kernel that differs or fails."""
+  result = str(row["cells"][-1])
+  return result.startswith(("DIFFERS", "FAILED"))
 
 
 def report(outcomes: list[Outcome], note: str) -> str:
+  """The page in Markdown: the tables that have rows, and how each part ended."""
   today = datetime.datetime.now(datetime.UTC).date()
-  lines = [f"# Kernels and training steps, {today}", *(["", note] if note else [])]
+  lines = [f"# Kernels and training steps, {today}"]
+  if note:
+    lines += ["", note]
   for name, (title, columns) in TABLES.items():
-    rows = [row["cells"] for each in outcomes for row in each.rows if row["table"] == name]
-    if rows:
-      lines += ["", *([f"## {title}", ""] if title else []), *markdown(columns, rows)]
-  parts = [
-    [each.part, f"{each.seconds:.0f}", each.error or each.skipped or "done"] for each in outcomes
-  ]
-  lines += ["", "## Parts", "", *markdown(("part", "seconds", "result"), parts)]
+    rows = rows_of(outcomes, name)
+    if not rows:
+      continue
+    lines.append("")
+    if title:
+      lines += [f"## {title}", ""]
+    lines += markdown(columns, rows)
+  parts = []
+  for outcome in outcomes:
+    parts.append([outcome.part, f"{outcome.seconds:.0f}", outcome.result])
+  lines += ["", "## Parts", ""]
+  lines += markdown(("part", "seconds", "result"), parts)
   return "\n".join(lines) + "\n"
 
 
-def markdown(columns: tuple[str, ...], rows: list[list[Any]]) -> list[str]:
-  cells = [columns, ["---"] * len(columns), *rows]
+def rows_of(outcomes: list[Outcome], table: str) -> list[list[Any]]:
+  """The cells of all rows of a table."""
+  rows = []
+  for outcome in outcomes:
+    for row in outcome.rows:
+      if row["table"] == table:
+        rows.append(row["cells"])
+  return rows
 
-  def escape(cell):
-    return str(cell).replace("|", "\\|").replace("\n", " ")
 
-  return [f"| {' | '.join(map(escape, row))} |" for row in cells]
+def markdown(columns: Sequence[str], rows: list[list[Any]]) -> list[str]:
+  """The lines of a table."""
+  lines = []
+  for row in [columns, ["---"] * len(columns), *rows]:
+    cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+    lines.append(f"| {' | '.join(cells)} |")
+  return lines
 
 
 if __name__ == "__main__":

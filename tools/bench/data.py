@@ -12,10 +12,12 @@ import argparse
 import contextlib
 import itertools
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -31,64 +33,107 @@ from maxlite.data.sources.text import PIECE_BYTES
 from maxlite.data.tokenize import BATCH_BYTES
 from tools.inspect.data_memory import peak_megabytes
 
-VOCAB, LENGTH, ROWS, ROUNDS = 8192, 1024, 32, 3
+VOCAB = 8192
+LENGTH = 1024  # tokens of a row
+ROWS = 32  # of a batch
+ROUNDS = 3
 FORMATS = ("text", "jsonl", "parquet", "array_record")
+
+
+class Seconds(NamedTuple):
+  """The wall time of a computation, and the CPU time of all threads."""
+
+  wall: float
+  cpu: float
+
+
+class Stopwatch:
+  """Measures time from its creation."""
+
+  def __init__(self) -> None:
+    self._wall = time.perf_counter()
+    self._cpu = time.process_time()
+
+  def read(self) -> Seconds:
+    return Seconds(time.perf_counter() - self._wall, time.process_time() - self._cpu)
 
 
 def documents(num_bytes: int) -> Iterator[str]:
   """Yield documents of random words, about `num_bytes` in all, the same at every call."""
   draw = np.random.default_rng(0)
-  letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
-  lengths = draw.integers(2, 11, 20_000)
-  words = np.array(["".join(letters[np.minimum(draw.geometric(0.12, n) - 1, 25)]) for n in lengths])
+  words = draw_words(draw)
   size = 0
   while size < num_bytes:
-    chosen = words[np.minimum(draw.zipf(1.3, 400), len(words)) - 1]
-    text = " ".join(chosen) + ".\n"
+    ranks = np.minimum(draw.zipf(1.3, 400), len(words))
+    text = " ".join(words[ranks - 1]) + ".\n"
     size += len(text)
     yield text
+
+
+def draw_words(draw: np.random.Generator) -> np.ndarray:
+  """20,000 words of 2 to 10 letters."""
+  letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
+  words = []
+  for length in draw.integers(2, 11, 20_000):
+    ranks = np.minimum(draw.geometric(0.12, length), len(letters))
+    words.append("".join(letters[ranks - 1]))
+  return np.array(words)
 
 
 def train_tokenizer(texts: Iterator[str], path: Path) -> Tokenizer:
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
-  alphabet = pre_tokenizers.ByteLevel.alphabet()
   trainer = trainers.BpeTrainer(
-    vocab_size=VOCAB, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    vocab_size=VOCAB,
+    special_tokens=["</s>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
   )
   tokenizer.train_from_iterator(texts, trainer)
   tokenizer.save(str(path))
   return tokenizer
 
 
-def timed(function, *arguments):
-  """(result, wall seconds, CPU seconds of all threads)."""
-  wall, cpu = time.perf_counter(), time.process_time()
-  result = function(*arguments)
-  return result, time.perf_counter() - wall, time.process_time() - cpu
-
-
-def encode_alone(tokenizer: Tokenizer, texts: Iterator[str]) -> tuple[float, float]:
-  """Print the speed of encoding `texts`; return (wall seconds, CPU seconds) of it."""
-
-  def count(batch: list[str]) -> int:
-    return sum(len(e.ids) for e in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
-
-  num_bytes, num_ids, wall, cpu, batch = 0, 0, 0.0, 0.0, [""]
-  while batch:
-    batch, size = [], 0
-    for text in texts:
-      batch.append(text)
-      size += len(text)
-      if size > BATCH_BYTES:
-        break
-    own_ids, own_wall, own_cpu = timed(count, batch)
-    num_bytes, num_ids = num_bytes + size, num_ids + own_ids
-    wall, cpu = wall + own_wall, cpu + own_cpu
+def encode_alone(tokenizer: Tokenizer, texts: Iterator[str]) -> Seconds:
+  """Print the speed of encoding `texts`, without the time to generate them."""
+  num_bytes = 0
+  num_ids = 0
+  wall = 0.0
+  cpu = 0.0
+  for batch in batches_of(texts):
+    num_bytes += sum(map(len, batch))
+    stopwatch = Stopwatch()
+    for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+      num_ids += len(encoding.ids)
+    own = stopwatch.read()
+    wall += own.wall
+    cpu += own.cpu
   speed = num_bytes / wall / 1e6
   print(f"{num_bytes / 1e6:.0f} MB, {num_ids:,} ids, {speed:.1f} MB/s, {cpu:.1f} CPU s")
-  return wall, cpu
+  return Seconds(wall, cpu)
+
+
+def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
+  """Lists of texts of a little more than BATCH_BYTES each, as maxlite encodes them."""
+  batch = []
+  size = 0
+  for text in texts:
+    batch.append(text)
+    size += len(text)
+    if size > BATCH_BYTES:
+      yield batch
+      batch = []
+      size = 0
+  if batch:
+    yield batch
+
+
+def pieces_of(file: Path) -> Iterator[str]:
+  """The contents of a file, in pieces of PIECE_BYTES."""
+  with file.open() as stream:
+    while piece := stream.read(PIECE_BYTES):
+      yield piece
 
 
 def write_formats(texts: Iterator[str], folder: Path) -> dict[str, Path]:
@@ -103,14 +148,15 @@ def write_formats(texts: Iterator[str], folder: Path) -> dict[str, Path]:
   ):
     while rows := list(itertools.islice(texts, 1000)):
       plain.writelines(rows)
-      lines.writelines(json.dumps({"text": text}) + "\n" for text in rows)
       table.write(pa.table({"text": rows}))
       for text in rows:
+        lines.write(json.dumps({"text": text}) + "\n")
         records.write(text.encode())
   return files
 
 
 def open_kind(kind: str, file: Path, folder: Path, num_workers: int = 0) -> DataLoader:
+  """Maxlite's data of one file; tokenizes it at the first call."""
   cfg = DataConfig(
     dataset_type=kind,
     dataset_path=(str(file),),
@@ -140,41 +186,65 @@ class Rows:
     return self._rows
 
   def __getitem__(self, index: int) -> np.ndarray:
-    return np.fromfile(self._path, np.uint16, LENGTH, offset=2 * LENGTH * int(index)).astype("i4")
+    offset = 2 * LENGTH * int(index)
+    ids = np.fromfile(self._path, np.uint16, LENGTH, offset=offset)
+    return ids.astype(np.int32)
 
 
-def grain_alone(path: Path, num_workers: int):
+def grain_alone(path: Path, num_workers: int) -> Iterator[Any]:
   """Batches of shuffled rows of ids, without segments, positions and targets."""
   dataset = grain.MapDataset.source(Rows(path)).seed(0).shuffle().repeat().batch(ROWS)
   return prefetch(dataset, 16, num_workers)
 
 
-def tokens_per_second(stream, num_batches: int) -> float:
+def tokens_per_second(stream: Iterator[Any], num_batches: int) -> float:
   for _ in range(50):  # processes start, and batches that were read ahead are taken
     next(stream)
-  began = time.perf_counter()
+  stopwatch = Stopwatch()
   for _ in range(num_batches):
     next(stream)
-  return num_batches * ROWS * LENGTH / (time.perf_counter() - began)
+  return num_batches * ROWS * LENGTH / stopwatch.read().wall
 
 
-def compare_pipelines(files: dict[str, Path], folder: Path, num_workers: int, num_batches: int):
-  """Print the median speeds of all streams, which take turns."""
+def compare_pipelines(
+  files: dict[str, Path], folder: Path, num_workers: int, num_batches: int
+) -> None:
+  """Print the median speeds of all streams, which alternate."""
   ids = next((folder / "cache").glob("*/train.bin"))
   streams = {"Grain alone": grain_alone(ids, num_workers)}
   for kind in ("text", "parquet", "array_record"):
     streams[kind] = open_kind(kind, files[kind], folder, num_workers).train_stream()
-  rounds = [
-    [tokens_per_second(stream, num_batches) for stream in streams.values()] for _ in range(ROUNDS)
-  ]
-  alone, *own = np.median(rounds, axis=0)
-  cells = [
-    f"{kind} {speed / 1e6:.2f} ({speed / alone:.2f} x)"
-    for kind, speed in zip(list(streams)[1:], own, strict=True)
-  ]
+  speeds: dict[str, list[float]] = {name: [] for name in streams}
+  for _ in range(ROUNDS):
+    for name, stream in streams.items():
+      speeds[name].append(tokens_per_second(stream, num_batches))
+  medians = {name: statistics.median(own) for name, own in speeds.items()}
+  alone = medians.pop("Grain alone")
+  cells = [f"{kind} {speed / 1e6:.2f} ({speed / alone:.2f} x)" for kind, speed in medians.items()]
   print(f"{num_workers} workers: Grain alone {alone / 1e6:.2f} M tokens/s, {', '.join(cells)}")
   for stream in streams.values():
     stream.close()
+
+
+def compare_tokenization(
+  kinds: Sequence[str], files: dict[str, Path], tokenizer: Tokenizer, folder: Path, num_bytes: int
+) -> None:
+  """Print the time of tokenizing each file, and its ratio to that of `tokenizers` alone."""
+  print("tokenizers alone, documents: ", end="")
+  of_documents = encode_alone(tokenizer, documents(num_bytes))
+  for kind in kinds:
+    alone = of_documents
+    if kind == "text":
+      print(f"tokenizers alone, pieces of {PIECE_BYTES >> 10} KB: ", end="")
+      alone = encode_alone(tokenizer, pieces_of(files[kind]))
+    before = peak_megabytes()
+    stopwatch = Stopwatch()
+    open_kind(kind, files[kind], folder)
+    own = stopwatch.read()
+    print(
+      f"{kind:12} {own.wall:.1f} s ({own.wall / alone.wall:.2f} x), {own.cpu:.1f} CPU s "
+      f"({own.cpu / alone.cpu:.2f} x); memory grew by {peak_megabytes() - before:.0f} MB"
+    )
 
 
 def main() -> None:
@@ -186,24 +256,12 @@ def main() -> None:
   parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2, 4])
   parser.add_argument("--batches", type=int, default=200, help="per round")
   args = parser.parse_args()
+  num_bytes = args.megabytes * 10**6
   with tempfile.TemporaryDirectory() as name:
-    folder, num_bytes = Path(name), args.megabytes * 10**6
+    folder = Path(name)
     tokenizer = train_tokenizer(documents(4_000_000), folder / "tokenizer.json")
     files = write_formats(documents(num_bytes), folder)
-    print("tokenizers alone, documents: ", end="")
-    of_documents = encode_alone(tokenizer, documents(num_bytes))
-    for kind in args.formats:
-      wall, cpu = of_documents
-      if kind == "text":
-        print(f"tokenizers alone, pieces of {PIECE_BYTES >> 10} KB: ", end="")
-        with files[kind].open() as stream:
-          wall, cpu = encode_alone(tokenizer, iter(lambda: stream.read(PIECE_BYTES), ""))
-      before = peak_megabytes()
-      _, own_wall, own_cpu = timed(open_kind, kind, files[kind], folder)
-      print(
-        f"{kind:12} {own_wall:.1f} s ({own_wall / wall:.2f} x), {own_cpu:.1f} CPU s "
-        f"({own_cpu / cpu:.2f} x); memory grew by {peak_megabytes() - before:.0f} MB"
-      )
+    compare_tokenization(args.formats, files, tokenizer, folder, num_bytes)
     for num_workers in args.workers:
       compare_pipelines(files, folder, num_workers, args.batches)
 

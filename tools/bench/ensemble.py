@@ -40,43 +40,73 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ensemble_candidates import ALIKE, CANDIDATES, DIFFERENT, GROUPED
+from ensemble_candidates import ALIKE, CANDIDATES, DIFFERENT, GROUPED, Candidate
 from ensemble_problems import PROBLEMS, split_adapters
 from moe import print_ratio
 from rich.console import Console
 from rich.table import Table
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.sharding.pytree import PyTree
 
 NUM_SIMULATED = 8
 WARM_ROUNDS = 3
 
 
 class Comparison(NamedTuple):
-  """Results by candidate."""
+  """Results by candidate.
 
-  step: dict[str, float]  # seconds
-  start: dict[str, float]  # seconds
-  reports: dict[str, list[Any]]  # what was requested, in the order of the request
+  Attributes:
+    step: seconds per step.
+    start: seconds from the members to the end of the first step.
+    reports: what was requested, in the order of the request.
+  """
+
+  step: dict[str, float]
+  start: dict[str, float]
+  reports: dict[str, list[Any]]
+
+
+class Clocks(NamedTuple):
+  """A wall time and the CPU time of a process [s]."""
+
+  wall: float
+  processor: float
+
+  @classmethod
+  def now(cls) -> "Clocks":
+    return cls(time.perf_counter(), time.process_time())
+
+  def since(self, start: "Clocks") -> "Clocks":
+    return Clocks(self.wall - start.wall, self.processor - start.processor)
 
 
 @dataclasses.dataclass
 class Timed:
-  """A candidate's process and its measurements."""
+  """A candidate's process and its measurements.
+
+  Attributes:
+    start: from the members to the end of the first step.
+    useful_share: the share of the FLOPs that are not spent on padding.
+    strategy: the strategy that `auto` chose; empty for other candidates.
+    peak_mib: the peak memory of the process.
+    step_seconds: the minimum wall time of a step.
+    step_processor_seconds: the minimum CPU time of a step.
+  """
 
   process: subprocess.Popen
-  start_seconds: float
-  start_processor_seconds: float
+  start: Clocks
   useful_share: float
   strategy: str
   peak_mib: float = 0.0
-  seconds: float = float("inf")  # per step
-  processor_seconds: float = float("inf")
+  step_seconds: float = float("inf")
+  step_processor_seconds: float = float("inf")
 
   def measure(self) -> None:
-    seconds, processor_seconds, self.peak_mib = _request(self.process)
-    self.seconds = min(self.seconds, seconds)
-    self.processor_seconds = min(self.processor_seconds, processor_seconds)
+    measured = request(self.process)
+    self.step_seconds = min(self.step_seconds, measured["seconds"])
+    self.step_processor_seconds = min(self.step_processor_seconds, measured["processor_seconds"])
+    self.peak_mib = measured["peak_mib"]
 
 
 def main() -> int:
@@ -86,10 +116,12 @@ def main() -> int:
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--processor-time", action="store_true")
   parser.add_argument("--candidate", nargs=2, help=argparse.SUPPRESS)
-  parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="section")
+  names = [*SECTIONS, []]  # argparse checks the empty default against the choices
+  parser.add_argument("sections", nargs="*", choices=names, metavar="section")
   options = parser.parse_args()
   if options.candidate:
-    return serve(*options.candidate)
+    name, problem = options.candidate
+    return serve(name, problem)
   for section in options.sections or SECTIONS:
     SECTIONS[section](options)
   return 0
@@ -97,18 +129,34 @@ def main() -> int:
 
 def alike(options: argparse.Namespace) -> None:
   for width in (8, 32, 128):
-    goal = 6 if width <= 32 else None
+    goal = None
+    if width <= 32:
+      goal = 6
     compare_alike(f"64 MLPs, 3 layers of {width}", f"mlps_{width}", options, goal)
 
 
 def compare_alike(
   title: str, problem: str, options: argparse.Namespace, goal: float | None = None
 ) -> None:
-  names = [name for name in ALIKE if name != "torch.func" or importlib.util.find_spec("torch")]
-  step, start, _ = compare(title, names, problem, 1, options)
+  """Compare the ways to train members of one shape.
+
+  Args:
+    goal: the ratio of the loop to the stacked members that should be reached.
+  """
+  names = list(ALIKE)
+  if not importlib.util.find_spec("torch"):
+    names.remove("torch.func")
+  result = compare(title, names, problem, 1, options)
+  step = result.step
   for name in names[1:]:
-    at_least = goal if name == "loop" else None
+    at_least = None
+    if name == "loop":
+      at_least = goal
     print_ratio(f"{title}: {name} / stacked", step[name] / step["stacked"], at_least=at_least)
+  print_start_ratio(title, result.start)
+
+
+def print_start_ratio(title: str, start: dict[str, float]) -> None:
   by_hand = start["stacked"] / start["jax.vmap"]
   print_ratio(f"{title}: start, stacked / jax.vmap", by_hand, at_most=1.2)
 
@@ -128,11 +176,15 @@ def different(options: argparse.Namespace, num_devices: int = 1) -> None:
 def compare_different(
   title: str, names: list[str], problem: str, num_devices: int, options: argparse.Namespace
 ) -> dict[str, float]:
-  step, start, _ = compare(title, names, problem, num_devices, options)
+  """Compare the ways to train members of different shapes; returns the seconds of a step."""
+  result = compare(title, names, problem, num_devices, options)
+  step = result.step
+  start = result.start
+  strategies = ("auto", *ENSEMBLE_STRATEGIES)
+  fastest = min(seconds for name, seconds in step.items() if name in strategies)
   print_ratio(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
   print_ratio(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
   print_ratio(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
-  fastest = min(seconds for name, seconds in step.items() if name in ("auto", *ENSEMBLE_STRATEGIES))
   print_ratio(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
   return step
 
@@ -150,32 +202,37 @@ def grouped(options: argparse.Namespace) -> None:
 def thousand(options: argparse.Namespace) -> None:
   title = "1,024 MLPs, 3 layers of 32"
   names = ["stacked", "loop", "jax.vmap"]
-  step, start, reports = compare(
-    title, names, "mlps_thousand", 1, options, reports=["member_params"]
-  )
+  result = compare(title, names, "mlps_thousand", 1, options, reports=["member_params"])
+  step = result.step
   print_ratio(f"{title}: loop / stacked", step["loop"] / step["stacked"])
   print_ratio(f"{title}: stacked / jax.vmap", step["stacked"] / step["jax.vmap"])
-  by_hand = start["stacked"] / start["jax.vmap"]
-  print_ratio(f"{title}: start, stacked / jax.vmap", by_hand, at_most=1.2)
-  first, later = reports["stacked"][0]
+  print_start_ratio(title, result.start)
+  (member_params_seconds,) = result.reports["stacked"]
+  first, later = member_params_seconds
   print(f"{title}: member_params {first:.2f} s at first, then {1e3 * later:.2f} ms per member")
 
 
 def adapters(options: argparse.Namespace) -> None:
   for problem, size in (("adapters_12m", "12 M"), ("adapters_100m", "100 M")):
-    title = f"16 adapters of rank 8 on {size} parameters"
-    names = ["stacked", "loop over adapters"]
-    requested = ["argument_bytes", "losses"]
-    step, _, reports = compare(title, names, problem, 1, options, reports=requested)
-    ratio = step["loop over adapters"] / step["stacked"]
-    print_ratio(f"{title}: loop over adapters / stacked", ratio)
-    num_bytes, losses = reports["stacked"]
-    of_one, expected = reports["loop over adapters"]
-    least = bytes_of_adapters(problem)
-    print(f"{title}: arguments {num_bytes / 1e6:,.1f} MB; base and one adapter {of_one / 1e6:,.1f}")
-    print_ratio(f"{title}: arguments / (base + 16 adapters)", num_bytes / least, at_most=1.05)
-    difference = np.max(np.abs(np.array(losses) / np.array(expected) - 1))
-    print(f"{title}: early losses differ from those of the loop by a relative {difference:.1e}")
+    compare_adapters(f"16 adapters of rank 8 on {size} parameters", problem, options)
+
+
+def compare_adapters(title: str, problem: str, options: argparse.Namespace) -> None:
+  """Compare times, sizes of arguments, and early losses of adapters on one base."""
+  loop = "loop over adapters"
+  requested = ["argument_bytes", "losses"]
+  step, _, reports = compare(title, ["stacked", loop], problem, 1, options, reports=requested)
+  num_bytes, losses = reports["stacked"]
+  num_bytes_of_loop, losses_of_loop = reports[loop]
+  least = bytes_of_adapters(problem)
+  difference = np.max(np.abs(np.array(losses) / np.array(losses_of_loop) - 1))
+  print_ratio(f"{title}: loop over adapters / stacked", step[loop] / step["stacked"])
+  print(
+    f"{title}: arguments {num_bytes / 1e6:,.1f} MB; "
+    f"base and one adapter {num_bytes_of_loop / 1e6:,.1f}"
+  )
+  print_ratio(f"{title}: arguments / (base + 16 adapters)", num_bytes / least, at_most=1.05)
+  print(f"{title}: early losses differ from those of the loop by a relative {difference:.1e}")
 
 
 def bytes_of_adapters(problem: str) -> int:
@@ -183,8 +240,11 @@ def bytes_of_adapters(problem: str) -> int:
   own = PROBLEMS[problem]()
   variables = jax.eval_shape(own.models[0].init, jax.random.key(0), own.batch[0])
   adapter, base = split_adapters(variables["params"])
-  sizes = [4 * sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (adapter, base)]
-  return sizes[1] + 3 * len(own.models) * sizes[0]
+  return bytes_of_float32(base) + 3 * len(own.models) * bytes_of_float32(adapter)
+
+
+def bytes_of_float32(tree: PyTree) -> int:
+  return 4 * sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def compare(
@@ -201,64 +261,98 @@ def compare(
     reports: what else to request from every candidate at the end.
   """
   with contextlib.ExitStack() as processes:
-    timed: dict[str, Timed] = {}
-    for name in names:
-      if name not in {other.strategy for other in timed.values()}:
-        candidate = processes.enter_context(started(name, problem, num_devices))
-        timed |= {name: candidate} if candidate else {}
+    timed = start_all(processes, names, problem, num_devices)
     for _ in range(WARM_ROUNDS + options.rounds):
       for candidate in timed.values():
         candidate.measure()
     reported = {}
     for name, candidate in timed.items():
-      reported[name] = [_request(candidate.process, report) for report in reports]
-  table = Table(title=title, title_justify="left")
-  columns = ("", "start s", "CPU time", "step ms", "CPU time", "MiB", "useful FLOPs")
-  for n, column in enumerate(columns):
-    table.add_column(column, justify="right" if n else "left")
-  for name, t in timed.items():
-    step = (f"{1e3 * t.seconds:.2f}", f"{1e3 * t.processor_seconds:.2f}")
-    start = (f"{t.start_seconds:.1f}", f"{t.start_processor_seconds:.1f}")
-    shown = f"{name} ({t.strategy})" if t.strategy else name
-    table.add_row(shown, *start, *step, f"{t.peak_mib:,.0f}", f"{t.useful_share:.0%}")
-  Console(width=100).print(table)
+      reported[name] = [request(candidate.process, report) for report in reports]
+  print_table(title, timed)
   step = {}
   start = {}
-  for name, t in timed.items():
+  for name, candidate in timed.items():
     if options.processor_time:
-      step[name] = t.processor_seconds
-      start[name] = t.start_processor_seconds
+      step[name] = candidate.step_processor_seconds
+      start[name] = candidate.start.processor
     else:
-      step[name] = t.seconds
-      start[name] = t.start_seconds
+      step[name] = candidate.step_seconds
+      start[name] = candidate.start.wall
   return Comparison(step, start, reported)
+
+
+def start_all(
+  processes: contextlib.ExitStack, names: Sequence[str], problem: str, num_devices: int
+) -> dict[str, Timed]:
+  """Start all candidates that can train these members, except what `auto` already runs."""
+  timed: dict[str, Timed] = {}
+  for name in names:
+    chosen = [other.strategy for other in timed.values()]
+    if name in chosen:
+      continue
+    candidate = processes.enter_context(started(name, problem, num_devices))
+    if candidate is not None:
+      timed[name] = candidate
+  return timed
+
+
+def print_table(title: str, timed: dict[str, Timed]) -> None:
+  table = Table(title=title, title_justify="left")
+  table.add_column("")
+  for column in ("start s", "CPU time", "step ms", "CPU time", "MiB", "useful FLOPs"):
+    table.add_column(column, justify="right")
+  for name, candidate in timed.items():
+    shown = name
+    if candidate.strategy:
+      shown = f"{name} ({candidate.strategy})"
+    table.add_row(
+      shown,
+      f"{candidate.start.wall:.1f}",
+      f"{candidate.start.processor:.1f}",
+      f"{1e3 * candidate.step_seconds:.2f}",
+      f"{1e3 * candidate.step_processor_seconds:.2f}",
+      f"{candidate.peak_mib:,.0f}",
+      f"{candidate.useful_share:.0%}",
+    )
+  Console(width=100).print(table)
 
 
 @contextlib.contextmanager
 def started(name: str, problem: str, num_devices: int) -> Iterator[Timed | None]:
   """A candidate that is ready to be measured; prints the reason and yields None if it cannot."""
-  flag = f"--xla_force_host_platform_device_count={num_devices}"
+  environment = dict(os.environ)
   # On a busy machine, spinning threads make PyTorch 20 times slower.
-  environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-  environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag} if num_devices > 1 else {}
-  command = [sys.executable, *sys.argv[:1], "--candidate", name, problem]
-  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-  with subprocess.Popen(command, env=environment, **pipes) as process:
+  environment["OMP_WAIT_POLICY"] = "passive"
+  if num_devices > 1:
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+  process = subprocess.Popen(
+    [sys.executable, sys.argv[0], "--candidate", name, problem],
+    env=environment,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  with process:
     assert process.stdin
-    ready = _request(process)
-    if isinstance(ready, str):
-      print(ready)
+    ready = request(process)
+    if "error" in ready:
+      print(ready["error"])
       yield None
     else:
-      yield Timed(process, *ready)
+      start = Clocks(ready["seconds"], ready["processor_seconds"])
+      yield Timed(process, start, ready["useful_share"], ready["strategy"])
     process.stdin.close()
 
 
-def _request(process: subprocess.Popen, report: str = "") -> Any:
+def request(process: subprocess.Popen, report: str = "") -> Any:
   """The answer to a line: by default, the time and memory of one run.
 
   Args:
     report: a name of `Candidate.reports`; the answer is None if the candidate does not have it.
+
+  Raises:
+    RuntimeError: the process ended without an answer.
   """
   assert process.stdin
   assert process.stdout
@@ -271,32 +365,48 @@ def _request(process: subprocess.Popen, report: str = "") -> Any:
 
 
 def serve(name: str, problem: str) -> int:
-  """A candidate's process: answers each line on stdin, see `_request`."""
+  """A candidate's process: answers each line on stdin, see `request`."""
   sys.stdin.readline()
-
-  def clocks():
-    return np.array([time.perf_counter(), time.process_time()])
-
-  start = clocks()
+  start = Clocks.now()
   try:
     candidate = CANDIDATES[name](problem)
   except ValueError as error:
-    print(json.dumps(str(error)), flush=True)
+    print_answer({"error": str(error)})
     return 0
-  ready = [*(clocks() - start).tolist(), candidate.useful_share, candidate.strategy]
-  print(json.dumps(ready), flush=True)
+  spent = Clocks.now().since(start)
+  print_answer(
+    {
+      "seconds": spent.wall,
+      "processor_seconds": spent.processor,
+      "useful_share": candidate.useful_share,
+      "strategy": candidate.strategy,
+    }
+  )
   for line in sys.stdin:
-    name = line.strip()
-    if name:
-      report = candidate.reports.get(name)
-      answer = None if report is None else report()
+    report = line.strip()
+    if not report:
+      print_answer(measure_run(candidate))
+    elif report in candidate.reports:
+      print_answer(candidate.reports[report]())
     else:
-      start = clocks()
-      candidate.run()
-      seconds = ((clocks() - start) / candidate.num_steps).tolist()
-      answer = [*seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
-    print(json.dumps(answer), flush=True)
+      print_answer(None)
   return 0
+
+
+def measure_run(candidate: Candidate) -> dict[str, float]:
+  """The time of a step in one run, and the peak memory of this process."""
+  start = Clocks.now()
+  candidate.run()
+  spent = Clocks.now().since(start)
+  return {
+    "seconds": spent.wall / candidate.num_steps,
+    "processor_seconds": spent.processor / candidate.num_steps,
+    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+  }
+
+
+def print_answer(answer: Any) -> None:
+  print(json.dumps(answer), flush=True)
 
 
 SECTIONS = {

@@ -1,6 +1,7 @@
 """The models that ensemble.py trains, each set of them on one batch."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,10 +13,19 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.ensemble import Member
+from maxlite.sharding.pytree import PyTree
 
-NUM_FEATURES, NUM_ROWS = 16, 64
-VOCAB_SIZE, NUM_HEADS, NUM_SEQS, LENGTH = 256, 4, 8, 64  # of the decoders
-WIDTHS, DEPTHS = (8, 16, 32, 64, 128, 256), (1, 2, 4, 6)  # plus one layer
+# Batches of the MLPs.
+NUM_FEATURES = 16
+NUM_ROWS = 64
+# Decoders and their batches.
+VOCAB_SIZE = 256
+NUM_HEADS = 4
+NUM_SEQS = 8
+LENGTH = 64
+# Models of different sizes; the depths do not count the first layer.
+WIDTHS = (8, 16, 32, 64, 128, 256)
+DEPTHS = (1, 2, 4, 6)
 
 
 class MLP(nn.Module):
@@ -55,17 +65,29 @@ class TinyDecoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+  """Pre-norm causal attention without positions, and an MLP."""
+
   width: int
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     dense = functools.partial(nn.Dense, use_bias=False)
     qkv_BTF = dense(3 * self.width)(nn.RMSNorm()(x_BTD))
-    qkv = (x.reshape(*x.shape[:2], NUM_HEADS, -1) for x in jnp.split(qkv_BTF, 3, axis=-1))
-    o_BTHC = jax.nn.dot_product_attention(*qkv, is_causal=True)
+    q_BTF, k_BTF, v_BTF = jnp.split(qkv_BTF, 3, axis=-1)
+    o_BTHC = jax.nn.dot_product_attention(
+      split_heads(q_BTF),
+      split_heads(k_BTF),
+      split_heads(v_BTF),
+      is_causal=True,
+    )
     x_BTD += dense(self.width)(o_BTHC.reshape(x_BTD.shape))
     h_BTF = nn.silu(dense(4 * self.width)(nn.RMSNorm()(x_BTD)))
     return x_BTD + dense(self.width)(h_BTF)
+
+
+def split_heads(x_BTF: jax.Array) -> jax.Array:
+  num_seqs, length, _ = x_BTF.shape
+  return x_BTF.reshape(num_seqs, length, NUM_HEADS, -1)
 
 
 class AdaptedDense(nn.Module):
@@ -82,6 +104,8 @@ class AdaptedDense(nn.Module):
 
 
 class AdaptedMLP(nn.Module):
+  """`depth` adapted layers between the first and the last one."""
+
   width: int
   depth: int
   rank: int
@@ -95,40 +119,60 @@ class AdaptedMLP(nn.Module):
 
 
 class Problem(NamedTuple):
-  """Members that train on one batch with Adam."""
+  """Members that train on one batch with Adam.
+
+  Attributes:
+    models: the model of every member.
+    rates: the learning rate of every member.
+    batch: inputs and targets.
+    loss: a function of a bound model and the batch.
+    build_base: returns parameters that no member trains; None if members train all.
+    num_steps: the steps of one timed run.
+  """
 
   models: list[nn.Module]
   rates: list[float]
   batch: tuple[jax.Array, jax.Array]
   loss: Callable[[nn.Module, tuple], jax.Array]
-  build_base: Callable[[], Any] | None = None  # parameters that no member trains
-  num_steps: int = 10  # of one timed run
+  build_base: Callable[[], PyTree] | None = None
+  num_steps: int = 10
 
   @property
   def members(self) -> list[Member]:
     """The rates are hyperparameters of one function."""
-    train = None if self.build_base is None else [".*lora_.*"]
+    train = None
+    if self.build_base is not None:
+      train = [".*lora_.*"]
     members = []
     for z, (model, rate) in enumerate(zip(self.models, self.rates, strict=True)):
-      hyperparameters = {"learning_rate": rate}
-      member = Member(model, optax.adam, seed=z, hyperparameters=hyperparameters, train=train)
+      member = Member(
+        model,
+        optax.adam,
+        seed=z,
+        hyperparameters={"learning_rate": rate},
+        train=train,
+      )
       members.append(member)
     return members
 
   @property
   def members_with_closures(self) -> list[Member]:
     """A transformation per member, which contains the rate."""
-    each = enumerate(zip(self.models, self.rates, strict=True))
-    return [Member(model, optax.adam(rate), seed=z) for z, (model, rate) in each]
+    members = []
+    for z, (model, rate) in enumerate(zip(self.models, self.rates, strict=True)):
+      members.append(Member(model, optax.adam(rate), seed=z))
+    return members
 
 
-def split_adapters(params: Any) -> tuple[Any, Any]:
+def split_adapters(params: PyTree) -> tuple[PyTree, PyTree]:
   """(adapters, base)"""
   adapters = {}
   base = {}
   for path, leaf in flatten_dict(params).items():
-    part = adapters if path[-1].startswith("lora_") else base
-    part[path] = leaf
+    if path[-1].startswith("lora_"):
+      adapters[path] = leaf
+    else:
+      base[path] = leaf
   return unflatten_dict(adapters), unflatten_dict(base)
 
 
@@ -138,33 +182,69 @@ def adapters_on_base(width: int, depth: int, num_steps: int) -> Problem:
   model = AdaptedMLP(width, depth, rank=8)
   batch = features_and_targets()
 
-  def build_base() -> Any:
-    def init(key: jax.Array) -> Any:
-      return split_adapters(model.init(key, batch[0])["params"])[1]
+  def init(key: jax.Array) -> PyTree:
+    variables = model.init(key, batch[0])
+    _, base = split_adapters(variables["params"])
+    return base
 
+  def build_base() -> PyTree:
     return jax.jit(init)(jax.random.key(99))
 
-  return Problem([model] * len(rates), rates, batch, squared_error, build_base, num_steps)
+  return Problem(
+    models=[model] * len(rates),
+    rates=rates,
+    batch=batch,
+    loss=squared_error,
+    build_base=build_base,
+    num_steps=num_steps,
+  )
 
 
 def mlps_alike(width: int, num_members: int = 64) -> Problem:
-  rates = np.geomspace(1e-4, 1e-2, num_members).tolist()
-  return Problem([MLP(width, 2)] * len(rates), rates, features_and_targets(), squared_error)
+  """MLPs of one shape with different learning rates."""
+  return Problem(
+    models=[MLP(width, depth=2)] * num_members,
+    rates=np.geomspace(1e-4, 1e-2, num_members).tolist(),
+    batch=features_and_targets(),
+    loss=squared_error,
+  )
 
 
 def mlps_different() -> Problem:
-  models = [MLP(width, depth) for width in WIDTHS for depth in DEPTHS]
-  return Problem(models, [1e-3] * len(models), features_and_targets(), squared_error)
+  """MLPs of all widths and depths."""
+  models = []
+  for width, depth in itertools.product(WIDTHS, DEPTHS):
+    models.append(MLP(width, depth))
+  return Problem(
+    models=models,
+    rates=[1e-3] * len(models),
+    batch=features_and_targets(),
+    loss=squared_error,
+  )
 
 
 def decoders_alike() -> Problem:
-  rates = np.geomspace(1e-4, 1e-2, 12).tolist()
-  return Problem([TinyDecoder(64, 2)] * len(rates), rates, tokens_and_targets(), next_token)
+  """Decoders of one shape with different learning rates."""
+  num_members = 12
+  return Problem(
+    models=[TinyDecoder(width=64, depth=2)] * num_members,
+    rates=np.geomspace(1e-4, 1e-2, num_members).tolist(),
+    batch=tokens_and_targets(),
+    loss=next_token,
+  )
 
 
 def decoders_different() -> Problem:
-  models = [TinyDecoder(width, depth) for width in (64, 128, 192) for depth in DEPTHS]
-  return Problem(models, [1e-3] * len(models), tokens_and_targets(), next_token)
+  """Decoders of three widths and all depths."""
+  models = []
+  for width, depth in itertools.product((64, 128, 192), DEPTHS):
+    models.append(TinyDecoder(width, depth))
+  return Problem(
+    models=models,
+    rates=[1e-3] * len(models),
+    batch=tokens_and_targets(),
+    loss=next_token,
+  )
 
 
 def features_and_targets() -> tuple[jax.Array, jax.Array]:
@@ -195,7 +275,9 @@ def members_of(problem: str) -> dict[str, Any]:
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-  **{f"mlps_{width}": functools.partial(mlps_alike, width) for width in (8, 32, 128)},
+  "mlps_8": functools.partial(mlps_alike, 8),
+  "mlps_32": functools.partial(mlps_alike, 32),
+  "mlps_128": functools.partial(mlps_alike, 128),
   "mlps_thousand": functools.partial(mlps_alike, 32, 1024),
   "mlps_different": mlps_different,
   "decoders_alike": decoders_alike,

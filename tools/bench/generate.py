@@ -22,11 +22,11 @@ prompts of Python code completed by --tokens tokens.
 
 import argparse
 import contextlib
-import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,8 @@ from maxlite.inference.sampling import SamplingParams
 from maxlite.kernels.xla_cpu import matmul_few_rows
 
 PYTHON = b"def |class |import |    return |for i in |if not |try:\n|# ".split(b"|")
-NUM_PROMPT, VOCAB = 64, 512
+NUM_PROMPT = 64
+VOCAB = 512
 SHAPE = LlamaConfig(
   vocab_size=VOCAB,
   hidden_size=256,
@@ -61,11 +62,24 @@ SHAPE = LlamaConfig(
 )
 
 Clock = Callable[[], float]
-CLOCKS = {False: time.perf_counter, True: time.process_time}  # by --processor
 GREEDY = SamplingParams(temperature=0.0)
 
-# Returns (seconds per decoded token of every row, tokens of the first row, tokens per step).
-Run = Callable[[], tuple[float, list[int], float]]
+
+class Decoded(NamedTuple):
+  """The result of decoding a batch.
+
+  Attributes:
+    seconds: per decoded token of every row.
+    tokens: the completion of the first row; empty if there is none.
+    tokens_per_step: more than 1 with accepted drafts.
+  """
+
+  seconds: float
+  tokens: list[int]
+  tokens_per_step: float = 1.0
+
+
+Run = Callable[[], Decoded]
 
 
 def maxlite_run(
@@ -78,27 +92,42 @@ def maxlite_run(
   clock: Clock = time.perf_counter,
   tensor: int = 1,
 ) -> Run:
+  """A run of maxlite's engine.
+
+  Args:
+    folder: a run, or a model in Hugging Face's format.
+    num_tokens: the length of every completion.
+    num_drafts: tokens that draft heads propose per step.
+    length: positions of a row of the cache; 0: as many as needed.
+    tensor: the number of devices that the model is sharded over.
+  """
   loaded, params = maxlite.load(folder, mesh={"tensor": tensor})
+  if not length:
+    length = max(map(len, prompts)) + num_tokens
   engine = Engine(
     inference_model(loaded.cfg, loaded.sharder),
     inference_params(loaded.cfg, params),
     num_rows=len(prompts),
-    max_length=length or max(map(len, prompts)) + num_tokens,
+    max_length=length,
     stop_token_ids=[loaded.cfg.vocab_size],  # outside the vocabulary: no completion stops early
     num_drafts=num_drafts,
   )
 
-  def run() -> tuple[float, list[int], float]:
-    requests = [
-      GenerationRequest(prompt, num_tokens, sampling, seed) for seed, prompt in enumerate(prompts)
-    ]
+  def run() -> Decoded:
+    requests = []
+    for seed, prompt in enumerate(prompts):
+      requests.append(GenerationRequest(prompt, num_tokens, sampling, seed))
     batcher = Batcher(engine)
-    events, start = batcher.add(requests), clock()
+    events = batcher.add(requests)
+    start = clock()
     while not batcher.is_idle:
       events += batcher.step()
     seconds = clock() - start
-    tokens = [event.token for event in events if event.request is requests[0]]
-    return seconds / (num_tokens - 1), tokens, 1 + batcher.throughput.accepted_length
+    return Decoded(
+      seconds=seconds / (num_tokens - 1),
+      tokens=[event.token for event in events if event.request is requests[0]],
+      tokens_per_step=1 + batcher.throughput.accepted_length,
+    )
 
   return run
 
@@ -106,36 +135,37 @@ def maxlite_run(
 def transformers_run(
   folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock
 ) -> Run:
+  """A run of `transformers` with a number of threads."""
   model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokens_BT = torch.from_numpy(prompts_BT)
+  options = {
+    "max_new_tokens": num_tokens,
+    "min_new_tokens": num_tokens,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+  }
 
   @torch.inference_mode()
-  def run() -> tuple[float, list[int], float]:
+  def run() -> Decoded:
     torch.set_num_threads(num_threads)
     stamps = Timestamps(clock)
-    text_BT = model.generate(
+    completed_BT = model.generate(
       tokens_BT,
       attention_mask=torch.ones_like(tokens_BT),
-      max_new_tokens=num_tokens,
-      min_new_tokens=num_tokens,
-      do_sample=False,
-      pad_token_id=0,
-      eos_token_id=None,
       streamer=stamps,
+      **options,
     )
-    _, first, *_, last = stamps.seconds
-    return (last - first) / (num_tokens - 1), text_BT[0, NUM_PROMPT:].tolist(), 1.0
+    # The stamp of the prompt precedes that of the first token.
+    seconds = stamps.seconds[-1] - stamps.seconds[1]
+    return Decoded(seconds / (num_tokens - 1), completed_BT[0, NUM_PROMPT:].tolist())
 
   return run
 
 
 def matmuls_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
   """Run only the matrix products of a decode step, in the layout that is fastest on XLA:CPU."""
-  wide, hidden = SHAPE.hidden_size, SHAPE.intermediate_size
-  shapes = [*[(wide, wide)] * 4, (wide, hidden), (wide, hidden), (hidden, wide)]
-  shapes = [*shapes * SHAPE.num_hidden_layers, (wide, VOCAB)]
-  normal = np.random.default_rng(0).standard_normal
-  weights = [jnp.asarray(normal(s[::-1]) / s[0] ** 0.5, jnp.float32) for s in shapes]
+  weights = draw_weights()
   matmul = matmul_few_rows
 
   @jax.jit
@@ -147,20 +177,38 @@ def matmuls_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
       x_BD = matmul(matmul(x_BD, gate) + matmul(x_BD, up), down)
     return matmul(x_BD, unembed)
 
-  def run() -> tuple[float, list[int], float]:
-    x_BD, start = jnp.ones((num_rows, wide)), clock()
+  def run() -> Decoded:
+    x_BD = jnp.ones((num_rows, SHAPE.hidden_size))
+    start = clock()
     for _ in range(num_tokens - 1):
       np.asarray(step(x_BD, weights))
-    return (clock() - start) / (num_tokens - 1), [], 1.0
+    return Decoded((clock() - start) / (num_tokens - 1), [])
 
   return run
+
+
+def draw_weights() -> list[jax.Array]:
+  """Random matrices: seven per layer, and the unembedding; each transposed."""
+  width = SHAPE.hidden_size
+  hidden = SHAPE.intermediate_size
+  attention = [(width, width)] * 4
+  mlp = [(width, hidden), (width, hidden), (hidden, width)]
+  shapes = [*attention, *mlp] * SHAPE.num_hidden_layers
+  shapes.append((width, VOCAB))
+  rng = np.random.default_rng(0)
+  weights = []
+  for num_in, num_out in shapes:
+    w_FD = rng.standard_normal((num_out, num_in)) / num_in**0.5
+    weights.append(jnp.asarray(w_FD, jnp.float32))
+  return weights
 
 
 class Timestamps(BaseStreamer):
   """Records when the prompt and each token were processed."""
 
   def __init__(self, clock: Clock) -> None:
-    self._clock, self.seconds = clock, []
+    self._clock = clock
+    self.seconds: list[float] = []
 
   def put(self, value: torch.Tensor) -> None:
     del value
@@ -175,7 +223,7 @@ def measure(candidates: dict[str, Run], rounds: int) -> dict[str, float]:
   best = dict.fromkeys(candidates, float("inf"))
   for _ in range(rounds):
     for name, run in candidates.items():
-      best[name] = min(best[name], run()[0])
+      best[name] = min(best[name], run().seconds)
   return best
 
 
@@ -189,57 +237,112 @@ def llama() -> Iterator[str]:
 
 
 def compare_with_transformers(args: argparse.Namespace) -> Table:
+  """A table of all candidates, for each folder, or the default Llama, and each batch size."""
   table = Table("model", "batch", "candidate, cores", "ms per step", "tokens/s", "ratio")
-  clock, differ = CLOCKS[args.processor], []
-  for path in args.folder or [None]:
-    with contextlib.nullcontext(path) if path else llama() as folder:
-      name = Path(path).name if path else "llama"
-      vocab_size = AutoConfig.from_pretrained(folder).vocab_size
-      for num_rows in args.batch:
-        prompts_BT = np.random.default_rng(0).integers(vocab_size, size=(num_rows, NUM_PROMPT))
-        references = {
-          f"transformers, {n}": transformers_run(folder, prompts_BT, args.tokens, n, clock)
-          for n in args.threads
-        }
-        ours = functools.partial(maxlite_run, folder, prompts_BT.tolist(), args.tokens, clock=clock)
-        candidates = references | {
-          f"maxlite, {n}": ours(length=args.length, tensor=n) for n in args.tensor
-        }
-        completions = [run()[1] for run in candidates.values()]  # also compiles
-        if any(tokens != completions[0] for tokens in completions):
-          differ.append(f"{name} at batch {num_rows}")
-        if not path:
-          candidates["matmuls alone"] = matmuls_alone(num_rows, args.tokens, clock)
-          candidates["matmuls alone"]()
-        best = measure(candidates, args.rounds)
-        fastest = min(best[reference] for reference in references)
-        for candidate, seconds in best.items():
-          ratio = "" if candidate in references else f"{fastest / seconds:.1f}"
-          figures = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}", ratio)
-          table.add_row(name, str(num_rows), candidate, *figures)
-  table.caption = f"greedy tokens {'differ: ' + ', '.join(differ) if differ else 'are the same'}"
+  comparison = Comparison(args, table)
+  for folder in args.folder:
+    comparison.add_model(Path(folder).name, folder)
+  if not args.folder:
+    with llama() as folder:
+      comparison.add_model("llama", folder, is_default=True)
+  if comparison.differing:
+    table.caption = f"greedy tokens differ: {', '.join(comparison.differing)}"
+  else:
+    table.caption = "greedy tokens are the same"
   return table
 
 
+class Comparison:
+  """Fills the table of `compare_with_transformers`.
+
+  Attributes:
+    differing: the models and batch sizes whose candidates return different tokens.
+  """
+
+  def __init__(self, args: argparse.Namespace, table: Table) -> None:
+    self._args = args
+    self._table = table
+    self._clock = time.process_time if args.processor else time.perf_counter
+    self.differing: list[str] = []
+
+  def add_model(self, name: str, folder: str, is_default: bool = False) -> None:
+    """Add the rows of a model; of the default Llama also its matmuls alone."""
+    vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+    for num_rows in self._args.batch:
+      rng = np.random.default_rng(0)
+      prompts_BT = rng.integers(vocab_size, size=(num_rows, NUM_PROMPT))
+      references = self._references(folder, prompts_BT)
+      candidates = references | self._candidates(folder, prompts_BT)
+      completions = [run().tokens for run in candidates.values()]  # also compiles
+      if any(tokens != completions[0] for tokens in completions):
+        self.differing.append(f"{name} at batch {num_rows}")
+      if is_default:
+        candidates["matmuls alone"] = matmuls_alone(num_rows, self._args.tokens, self._clock)
+        candidates["matmuls alone"]()
+      best = measure(candidates, self._args.rounds)
+      fastest = min(best[reference] for reference in references)
+      for candidate, seconds in best.items():
+        ratio = ""
+        if candidate not in references:
+          ratio = f"{fastest / seconds:.1f}"
+        self._table.add_row(
+          name,
+          str(num_rows),
+          candidate,
+          f"{seconds * 1e3:.2f}",
+          f"{num_rows / seconds:,.0f}",
+          ratio,
+        )
+
+  def _references(self, folder: str, prompts_BT: np.ndarray) -> dict[str, Run]:
+    """Runs of `transformers`, by their number of threads."""
+    runs = {}
+    for num_threads in self._args.threads:
+      run = transformers_run(folder, prompts_BT, self._args.tokens, num_threads, self._clock)
+      runs[f"transformers, {num_threads}"] = run
+    return runs
+
+  def _candidates(self, folder: str, prompts_BT: np.ndarray) -> dict[str, Run]:
+    """Runs of maxlite, by their number of devices."""
+    runs = {}
+    for num_devices in self._args.tensor:
+      runs[f"maxlite, {num_devices}"] = maxlite_run(
+        folder,
+        prompts_BT.tolist(),
+        self._args.tokens,
+        clock=self._clock,
+        length=self._args.length,
+        tensor=num_devices,
+      )
+    return runs
+
+
 def compare_drafts(args: argparse.Namespace) -> Table:
+  """A table of a run with draft heads, for each batch size and number of proposed tokens."""
   cfg: Config = build(Config, read_saved(RunFolder(args.run).config))
   tokenizer = open_tokenizer(cfg.data)
-  prompts = [[tokenizer.bos, *map(int, tokenizer.encode(text))] for text in PYTHON]
+  prompts = []
+  for text in PYTHON:
+    prompts.append([tokenizer.bos, *map(int, tokenizer.encode(text))])
   sampling = SamplingParams(temperature=args.temperature)
   table = Table("batch", "drafts", "tokens per step", "ms per token", "tokens/s", "speed-up")
   for num_rows in args.batch:
     rows = [prompts[n % len(prompts)] for n in range(num_rows)]
-    candidates = {
-      str(n): maxlite_run(args.run, rows, args.tokens, sampling, n)
-      for n in range(cfg.model.num_draft_heads + 1)
-    }
-    tokens_per_step = {name: run()[2] for name, run in candidates.items()}  # also compiles
+    candidates = {}
+    tokens_per_step = {}
+    for num_drafts in range(cfg.model.num_draft_heads + 1):
+      name = str(num_drafts)
+      candidates[name] = maxlite_run(args.run, rows, args.tokens, sampling, num_drafts)
+    for name, run in candidates.items():
+      tokens_per_step[name] = run().tokens_per_step  # also compiles
     best = measure(candidates, args.rounds)
     for name, seconds in best.items():
-      speed = (f"{seconds * 1e3:.2f}", f"{num_rows / seconds:,.0f}")
       table.add_row(
-        *(str(num_rows), name, f"{tokens_per_step[name]:.2f}"),
-        *speed,
+        str(num_rows),
+        name,
+        f"{tokens_per_step[name]:.2f}",
+        f"{seconds * 1e3:.2f}",
+        f"{num_rows / seconds:,.0f}",
         f"{best['0'] / seconds:.2f} x",
       )
   return table
@@ -260,7 +363,11 @@ def main() -> None:
   parser.add_argument("--temperature", type=float, default=0.0)
   args = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", max(args.tensor))
-  Console().print(compare_drafts(args) if args.run else compare_with_transformers(args))
+  if args.run:
+    table = compare_drafts(args)
+  else:
+    table = compare_with_transformers(args)
+  Console().print(table)
 
 
 if __name__ == "__main__":

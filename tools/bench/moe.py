@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,9 +49,11 @@ from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.optim.labels import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.sharding.pytree import PyTree
 
 NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]
+LAYER_SHAPE = (4, 1024, 512)  # sequences, positions, width
 WARM_ROUNDS = 8  # until the allocator holds all pages; a page fault takes microseconds
 REPEATS = 10  # on an accelerator, where launching a small program takes as long as running it
 
@@ -66,7 +68,9 @@ class Timer(NamedTuple):
 
   def median_seconds(self, runs: Runs) -> dict[str, float]:
     """Median time of each run, alternating, after warm-up rounds."""
-    clock = time.process_time if self.processor_time else time.perf_counter
+    clock = time.perf_counter
+    if self.processor_time:
+      clock = time.process_time
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(WARM_ROUNDS + self.rounds):
       for name, run in runs.items():
@@ -76,62 +80,114 @@ class Timer(NamedTuple):
     return {name: statistics.median(times[WARM_ROUNDS:]) for name, times in seconds.items()}
 
 
+class GroupedSize(NamedTuple):
+  """The sizes of a grouped matmul: rows [M, D] times a matrix [D, F] per group."""
+
+  num_rows: int
+  num_in: int
+  num_out: int
+  num_groups: int
+
+  @property
+  def operand_shapes(self) -> list[tuple[int, ...]]:
+    """The shapes of the rows, the matrices, and the gradient of the result."""
+    x_MD = (self.num_rows, self.num_in)
+    w_GDF = (self.num_groups, self.num_in, self.num_out)
+    dy_MF = (self.num_rows, self.num_out)
+    return [x_MD, w_GDF, dy_MF]
+
+  @property
+  def num_flops(self) -> int:
+    """FLOPs of the forward and backward pass."""
+    return 6 * self.num_rows * self.num_in * self.num_out
+
+
+class MatmulGoal(NamedTuple):
+  """Ratios that the grouped matmul of the section `matmul` should reach."""
+
+  num_groups: int
+  dense_at_most: float
+  ragged_dot_at_least: float
+
+
+MATMUL_GOALS = (MatmulGoal(8, 1.4, 6), MatmulGoal(16, 1.6, 12), MatmulGoal(64, 1.9, 40))
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--rounds", type=int, default=7)
   parser.add_argument("--processor-time", action="store_true")
-  sections = [*SECTIONS, []]  # argparse checks the empty default against the choices
-  parser.add_argument("sections", nargs="*", choices=sections, metavar="section")
+  names = [*SECTIONS, []]  # argparse checks the empty default against the choices
+  parser.add_argument("sections", nargs="*", choices=names, metavar="section")
   options = parser.parse_args()
   keep_freed_memory()
   timer = Timer(options.rounds, options.processor_time)
   platform = jax.default_backend()
-  sections = options.sections or [s for s in SECTIONS if platform != "cpu" or s != "rates"]
   print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {options.rounds} rounds")
-  for section in sections:
+  for section in options.sections or default_sections(platform):
     SECTIONS[section](timer, platform)
   return 0
 
 
+def default_sections(platform: str) -> list[str]:
+  """All sections, without `rates` on a CPU."""
+  sections = list(SECTIONS)
+  if platform == "cpu":
+    sections.remove("rates")
+  return sections
+
+
 def matmul(timer: Timer, platform: str) -> None:
   backend = resolve_backend("auto", Hardware(platform), "float32")
-  for num_groups, at_most, at_least in ((8, 1.4, 6), (16, 1.6, 12), (64, 1.9, 40)):
-    sizes_G = jnp.asarray(skewed_sizes(8192, num_groups))
-    operands = draw([(8192, 256), (num_groups, 256, 512), (8192, 512)], "float32")
-    title = f"matmul, {num_groups} groups, float32"
+  for goal in MATMUL_GOALS:
+    size = GroupedSize(num_rows=8192, num_in=256, num_out=512, num_groups=goal.num_groups)
+    sizes_G = jnp.asarray(skewed_sizes(size.num_rows, size.num_groups))
+    operands = draw(size.operand_shapes, "float32")
+    title = f"matmul, {size.num_groups} groups, float32"
     runs = {
-      "dense": compiled(functools.partial(dense, jnp.float32), *operands),
-      backend: compiled(grouped(backend), sizes_G, *operands),
+      "dense": compiled(functools.partial(dense, jnp.float32), operands),
+      backend: compiled(grouped(backend), [sizes_G, *operands]),
     }
     seconds = timer.median_seconds(runs)
-    print_ratio(f"{title}: {backend} / dense", seconds[backend] / seconds["dense"], at_most=at_most)
+    slowdown = seconds[backend] / seconds["dense"]
+    print_ratio(f"{title}: {backend} / dense", slowdown, at_most=goal.dense_at_most)
     # The program after a ragged dot must allocate gigabytes of memory again, so an untimed run
     # separates them.
-    ragged = compiled(grouped("ragged_dot"), sizes_G, *operands)
-    between = {"ragged_dot": ragged, "between": runs[backend], backend: runs[backend]}
-    seconds = timer.median_seconds(between)
+    alternating = {
+      "ragged_dot": compiled(grouped("ragged_dot"), [sizes_G, *operands]),
+      "between": runs[backend],
+      backend: runs[backend],
+    }
+    seconds = timer.median_seconds(alternating)
     speedup = seconds["ragged_dot"] / seconds[backend]
-    print_ratio(f"{title}: ragged_dot / {backend}", speedup, at_least=at_least)
+    print_ratio(f"{title}: ragged_dot / {backend}", speedup, at_least=goal.ragged_dot_at_least)
 
 
-def grouped(backend: str) -> Callable:
-  def run(sizes_G, x_MD, w_GDF, dy_MF):
+def grouped(backend: str) -> Callable[..., tuple]:
+  """A grouped matmul, with its gradients, as a function of group sizes and operands."""
+
+  def run(
+    sizes_G: jax.Array, x_MD: jax.Array, w_GDF: jax.Array, dy_MF: jax.Array
+  ) -> tuple[jax.Array, tuple]:
     multiply = functools.partial(grouped_matmul, group_sizes_G=sizes_G, backend=backend)
-    return value_and_gradients(multiply, x_MD, w_GDF, dy_MF)
+    return value_and_gradients(multiply, [x_MD, w_GDF, dy_MF])
 
   return run
 
 
 def skewed_sizes(num_rows: int, num_groups: int) -> np.ndarray:
+  """Very different group sizes, which add up to `num_rows`."""
   shares = np.random.default_rng(0).dirichlet(np.ones(num_groups))
   sizes = np.floor(shares * num_rows).astype(np.int32)
   sizes[0] += num_rows - sizes.sum()
   return sizes
 
 
-def dense(dtype, x_MD, w_GDF, dy_MF) -> tuple:
+def dense(
+  dtype: jnp.dtype, x_MD: jax.Array, w_GDF: jax.Array, dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """One matmul of equal FLOPs, with its gradients."""
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   y_MF = dot("MD,DF->MF", x_MD, w_GDF[0])
@@ -145,19 +201,20 @@ def layer(timer: Timer, platform: str) -> None:
   for dtype in ("float32", "bfloat16"):
     sharder = one_axis_mesh("data", jax.devices()[:1])
     mlp = MLP(load_config(LAYER).model, sharder, 2048)
-    runs = {"dense": layer_run(mlp, sharder, dtype), "moe": layer_run(moe(sharder), sharder, dtype)}
+    runs = {
+      "dense": layer_run(mlp, sharder, dtype),
+      "moe": layer_run(moe(sharder), sharder, dtype),
+    }
     seconds = timer.median_seconds(runs)
-    goal = 1.7 if dtype == "float32" else None
+    goal = None
+    if dtype == "float32":
+      goal = 1.7
     print_ratio(f"layer, {dtype}: moe / dense", seconds["moe"] / seconds["dense"], at_most=goal)
 
 
 def exchange(timer: Timer, platform: str) -> None:
   if platform != "cpu" or len(jax.devices()) != NUM_SIMULATED:
-    flag = f"--xla_force_host_platform_device_count={NUM_SIMULATED}"
-    command = [sys.executable, *sys.argv[:1], "--rounds", str(timer.rounds), "exchange"]
-    command += ["--processor-time"] * timer.processor_time
-    simulated = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
-    subprocess.run(command, env=os.environ | simulated, check=True)
+    rerun_simulated(timer)
     return
   runs = {}
   for mesh_axis in ("data", "expert"):
@@ -168,8 +225,21 @@ def exchange(timer: Timer, platform: str) -> None:
   print_ratio(title, seconds["expert"] / seconds["data"], at_most=1.5)
 
 
+def rerun_simulated(timer: Timer) -> None:
+  """Run the section `exchange` in a process with simulated devices."""
+  command = [sys.executable, sys.argv[0], "--rounds", str(timer.rounds), "exchange"]
+  if timer.processor_time:
+    command.append("--processor-time")
+  environment = dict(os.environ)
+  environment["JAX_PLATFORMS"] = "cpu"
+  environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_SIMULATED}"
+  subprocess.run(command, env=environment, check=True)
+
+
 def one_axis_mesh(mesh_axis: str, devices: list[jax.Device]) -> Sharder:
-  degrees = [len(devices) if axis == mesh_axis else 1 for axis in MESH_AXES]
+  """A mesh with all devices along one axis."""
+  degrees = [1] * len(MESH_AXES)
+  degrees[MESH_AXES.index(mesh_axis)] = len(devices)
   return Sharder(build_mesh(degrees, [1] * len(MESH_AXES), devices))
 
 
@@ -180,44 +250,64 @@ def moe(sharder: Sharder) -> MoeBlock:
 def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], Any]:
   """Forward and backward of a layer with random weights on 4096 tokens."""
   rows = sharder.sharding(("activation_batch", "activation_length"))
-  shape_BTD = (4, 1024, 512)
-  x_BTD, dy_BTD = (jax.device_put(x, rows) for x in draw([shape_BTD] * 2, dtype))
-  segment_BT = jax.device_put(np.ones(shape_BTD[:2], np.int32), rows)
-  inputs = (x_BTD,) if isinstance(module, MLP) else (x_BTD, segment_BT)
-  init = functools.partial(module.init, jax.random.key(1))
-  names = logical_names(jax.eval_shape(init, *inputs)["params"])
-  shardings = jax.tree.map(sharder.sharding, names, is_leaf=lambda x: isinstance(x, PartitionSpec))
-  params = jax.jit(lambda *a: meta.unbox(init(*a)["params"]), out_shardings=shardings)(*inputs)
+  x_BTD, dy_BTD = draw([LAYER_SHAPE, LAYER_SHAPE], dtype)
+  x_BTD = jax.device_put(x_BTD, rows)
+  dy_BTD = jax.device_put(dy_BTD, rows)
+  inputs = [x_BTD]
+  if isinstance(module, MoeBlock):
+    segment_BT = jax.device_put(np.ones(LAYER_SHAPE[:2], np.int32), rows)
+    inputs.append(segment_BT)
+  shardings = parameter_shardings(module, sharder, inputs)
+  init = jax.jit(functools.partial(init_params, module), out_shardings=shardings)
+  params = init(inputs)
 
-  def forward_backward(params, dy_BTD, x_BTD, *others):
-    def apply(params, x_BTD):
-      y_BTD = module.apply({"params": params}, x_BTD, *others)
-      return y_BTD[0] if others else y_BTD
+  def forward_backward(
+    params: PyTree, dy_BTD: jax.Array, inputs: list[jax.Array]
+  ) -> tuple[jax.Array, tuple]:
+    x_BTD, *others = inputs
 
-    return value_and_gradients(apply, params, x_BTD, dy_BTD)
+    def apply(params: PyTree, x_BTD: jax.Array) -> jax.Array:
+      output = module.apply({"params": params}, x_BTD, *others)
+      if isinstance(module, MoeBlock):
+        y_BTD, _ = output
+        return y_BTD
+      return output
 
-  out: tuple[NamedSharding, Any] = (rows, (shardings, rows))
-  return compiled(forward_backward, params, dy_BTD, *inputs, out_shardings=out)
+    return value_and_gradients(apply, [params, x_BTD, dy_BTD])
+
+  out_shardings: tuple[NamedSharding, Any] = (rows, (shardings, rows))
+  return compiled(forward_backward, [params, dy_BTD, inputs], out_shardings=out_shardings)
+
+
+def parameter_shardings(module: nn.Module, sharder: Sharder, inputs: list[jax.Array]) -> PyTree:
+  """The sharding of every parameter, from its logical axes."""
+  variables = jax.eval_shape(module.init, jax.random.key(1), *inputs)
+  names = logical_names(variables["params"])
+  return jax.tree.map(sharder.sharding, names, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def init_params(module: nn.Module, inputs: list[jax.Array]) -> PyTree:
+  variables = module.init(jax.random.key(1), *inputs)
+  return meta.unbox(variables["params"])
 
 
 def step(timer: Timer, platform: str) -> None:
-  keys = [*SHAPE, f"ici_data_parallelism={len(jax.devices())}"]
+  num_devices = len(jax.devices())
+  keys = [*SHAPE, f"ici_data_parallelism={num_devices}"]
   moe_cfg = load_config([*keys, "decoder_block=mixtral"])
   dense_cfg = load_config([*keys, "decoder_block=llama"])
   runs: Runs = {
     "dense": trainer_candidate("dense", dense_cfg).run,
     "moe": trainer_candidate("moe", moe_cfg).run,
   }
-  if platform == "cpu" and all(
-    importlib.util.find_spec(name) for name in ("torch", "transformers")
-  ):
+  if platform == "cpu" and has_transformers():
     # On a busy machine, spinning threads make PyTorch 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from torch_moe import mixtral_step
 
     runs["mixtral"] = mixtral_step(moe_cfg)
   seconds = timer.median_seconds(runs)
-  num_tokens = tokens_of(moe_cfg) * len(jax.devices())
+  num_tokens = tokens_of(moe_cfg) * num_devices
   for name, value in seconds.items():
     print(f"step: {name} {value * 1e3:.0f} ms, {num_tokens / value:,.0f} tokens/s")
   print_ratio("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.3)
@@ -225,44 +315,67 @@ def step(timer: Timer, platform: str) -> None:
     print_ratio("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1.2)
 
 
+def has_transformers() -> bool:
+  return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
 def rates(timer: Timer, platform: str) -> None:
-  num_rows, num_in, num_out, num_groups = 65536, 2048, 1408, 64
+  del platform
+  size = GroupedSize(num_rows=65536, num_in=2048, num_out=1408, num_groups=64)
   backend = resolve_backend("auto", hardware_of(jax.devices()[0]), "bfloat16")
-  sizes_G = jnp.asarray(skewed_sizes(num_rows, num_groups))
-  shapes = [(num_rows, num_in), (num_groups, num_in, num_out), (num_rows, num_out)]
-  operands = draw(shapes, "bfloat16")
+  sizes_G = jnp.asarray(skewed_sizes(size.num_rows, size.num_groups))
+  operands = draw(size.operand_shapes, "bfloat16")
   runs = {
-    "dense": compiled(functools.partial(dense, jnp.bfloat16), *operands),
-    backend: compiled(grouped(backend), sizes_G, *operands),
+    "dense": compiled(functools.partial(dense, jnp.bfloat16), operands),
+    backend: compiled(grouped(backend), [sizes_G, *operands]),
   }
   seconds = timer.median_seconds(runs)
-  num_flops = 6 * num_rows * num_in * num_out
   for name, value in seconds.items():
-    print(f"rates: {name} {num_flops / value / 1e12:,.0f} TFLOP/s, forward and backward, bfloat16")
+    rate = size.num_flops / value / 1e12
+    print(f"rates: {name} {rate:,.0f} TFLOP/s, forward and backward, bfloat16")
   print_ratio(f"rates: {backend} / dense", seconds["dense"] / seconds[backend], at_least=0.8)
   memory = jax.jit(grouped(backend)).lower(sizes_G, *operands).compile().memory_analysis()
   # The minimum: the operands, and the same size for the result and the gradients.
-  need = 2 * sum(x.nbytes for x in operands)
+  need = 2 * sum(operand.nbytes for operand in operands)
   total = need + memory.temp_size_in_bytes
   print(f"rates: {total / 2**20:,.0f} MiB, of which operands and results {need / 2**20:,.0f}")
   print_ratio("rates: memory / analytic need", total / need, at_most=1.15)
 
 
-def compiled(function: Callable, *operands, **options) -> Callable[[], Any]:
-  program = jax.jit(function, **options).lower(*operands).compile()
-  repeats = 1 if jax.default_backend() == "cpu" else REPEATS
-  return lambda: jax.block_until_ready([program(*operands) for _ in range(repeats)][-1])
+def compiled(function: Callable, arguments: Sequence[Any], **options: Any) -> Callable[[], Any]:
+  """A function that runs a compiled program on its arguments and waits for the result.
+
+  Args:
+    function: the function to compile.
+    arguments: its arguments.
+    options: of `jax.jit`.
+  """
+  program = jax.jit(function, **options).lower(*arguments).compile()
+  repeats = REPEATS
+  if jax.default_backend() == "cpu":
+    repeats = 1
+
+  def run() -> Any:
+    results = [program(*arguments) for _ in range(repeats)]
+    return jax.block_until_ready(results[-1])
+
+  return run
 
 
 def print_ratio(
   title: str, value: float, at_most: float | None = None, at_least: float | None = None
 ) -> None:
+  """Print a ratio, and whether it meets its goal."""
   line = f"{title} {value:.2f}"
   if at_most is not None:
-    line += f" (goal: at most {at_most}, {'met' if value <= at_most else 'MISSED'})"
+    line += f" (goal: at most {at_most}, {verdict(value <= at_most)})"
   if at_least is not None:
-    line += f" (goal: at least {at_least}, {'met' if value >= at_least else 'MISSED'})"
+    line += f" (goal: at least {at_least}, {verdict(value >= at_least)})"
   print(line, flush=True)
+
+
+def verdict(is_met: bool) -> str:
+  return "met" if is_met else "MISSED"
 
 
 SECTIONS = {"matmul": matmul, "layer": layer, "exchange": exchange, "step": step, "rates": rates}

@@ -50,11 +50,18 @@ SHAPE = [
 
 @dataclasses.dataclass
 class Candidate:
-  """A timed program: `run` executes one step and waits for it."""
+  """A timed program.
+
+  Attributes:
+    run: executes one step and waits for its results.
+    num_bytes: computes the bytes of arguments and temporaries of the compiled step; None if they
+      are unknown.
+    seconds: the times of all runs.
+  """
 
   name: str
   run: Callable[[], Any]
-  num_bytes: Callable[[], int] | None = None  # of arguments and temporaries of the compiled step
+  num_bytes: Callable[[], int] | None = None
   seconds: list[float] = dataclasses.field(default_factory=list)
 
   @property
@@ -71,18 +78,8 @@ def main() -> int:
   options = parser.parse_args()
   keep_freed_memory()
   dense = load_config([*SHAPE, "decoder_block=llama", *options.keys])
-  candidates = {
-    "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
-    "dense": trainer_candidate("maxlite dense, float32", dense),
-    "dense_bf16": trainer_candidate("maxlite dense, bfloat16", with_dtype(dense, "bfloat16")),
-    "moe": trainer_candidate(
-      "maxlite MoE, float32", load_config([*SHAPE, "decoder_block=mixtral", *options.keys])
-    ),
-  }
-  if importlib.util.find_spec("torch"):
-    from torch_step import torch_step
-
-    candidates["torch"] = Candidate("PyTorch eager, dense", torch_step(dense))
+  moe = load_config([*SHAPE, "decoder_block=mixtral", *options.keys])
+  candidates = build_candidates(dense, moe)
   for candidate in candidates.values():
     candidate.run()
     candidate.run()
@@ -95,11 +92,29 @@ def main() -> int:
   return 0
 
 
+def build_candidates(dense: Config, moe: Config) -> dict[str, Candidate]:
+  """All programs to compare, in the order of the table."""
+  narrow = with_dtype(dense, "bfloat16")
+  candidates = {
+    "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
+    "dense": trainer_candidate("maxlite dense, float32", dense),
+    "dense_bf16": trainer_candidate("maxlite dense, bfloat16", narrow),
+    "moe": trainer_candidate("maxlite MoE, float32", moe),
+  }
+  if importlib.util.find_spec("torch"):
+    from torch_step import torch_step
+
+    candidates["torch"] = Candidate("PyTorch eager, dense", torch_step(dense))
+  return candidates
+
+
 def with_dtype(cfg: Config, dtype: str) -> Config:
-  return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, dtype=dtype))
+  model = dataclasses.replace(cfg.model, dtype=dtype)
+  return dataclasses.replace(cfg, model=model)
 
 
 def tokens_of(cfg: Config) -> int:
+  """The number of tokens of a step per device."""
   return int(cfg.data.per_device_batch_size) * cfg.data.max_target_length
 
 
@@ -107,11 +122,12 @@ def trainer_candidate(name: str, cfg: Config) -> Candidate:
   """The trainer's compiled step, repeated on one batch."""
   trainer = build_trainer(cfg)
   batch = random_batch(trainer)
-  state = [trainer.init_state()]
+  state = trainer.init_state()
 
   def step() -> None:
-    state[0], metrics = trainer.train_step(state[0], batch)
-    jax.block_until_ready((state[0], metrics))
+    nonlocal state
+    state, metrics = trainer.train_step(state, batch)
+    jax.block_until_ready((state, metrics))
 
   def num_bytes() -> int:
     memory = trainer.lower_step().compile().memory_analysis()
@@ -125,39 +141,53 @@ def random_batch(trainer: Trainer) -> Batch:
   rng = np.random.default_rng(0)
   shape = trainer.batch_shape
   tokens_BT = rng.integers(0, trainer.cfg.model.vocab_size, shape).astype(np.int32)
-  position_BT = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-  ones = np.ones(shape, np.int32)
-  local = Batch(tokens_BT, np.roll(tokens_BT, -1, 1), ones, position_BT, ones.astype(np.float32))
+  position_T = np.arange(shape[1], dtype=np.int32)
+  local = Batch(
+    tokens_BT,
+    targets_BT=np.roll(tokens_BT, -1, axis=1),
+    segment_BT=np.ones(shape, np.int32),
+    position_BT=np.broadcast_to(position_T, shape),
+    weight_BT=np.ones(shape, np.float32),
+  )
   return to_global(local, trainer.batch_sharding, shape)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:
   """Forward and backward through only the matmuls of the dense model."""
-  model, num_tokens = cfg.model, tokens_of(cfg)
-  rows = int(cfg.data.per_device_batch_size)
+  model = cfg.model
+  num_tokens = tokens_of(cfg)
+  num_seqs = int(cfg.data.per_device_batch_size)
   params = plain_params(model)
   x_TD = jax.random.normal(jax.random.key(1), (num_tokens, model.base_emb_dim))
 
+  def project(x_TD: jax.Array, w_DF: jax.Array) -> jax.Array:
+    y_TF = x_TD @ w_DF
+    y_BTHC = y_TF.reshape(num_seqs, -1, model.base_num_query_heads, model.head_dim)
+    return y_BTHC.swapaxes(1, 2)
+
   def forward(params: dict, x_TD: jax.Array) -> jax.Array:
     for layer in params["layers"]:
-      q, k, v = (
-        (x_TD @ layer[name])
-        .reshape(rows, -1, model.base_num_query_heads, model.head_dim)
-        .swapaxes(1, 2)
-        for name in ("query", "key", "value")
-      )
-      o = (q @ k.swapaxes(2, 3)) @ v
-      x_TD = o.swapaxes(1, 2).reshape(num_tokens, -1) @ layer["out"]
+      q_BHTC = project(x_TD, layer["query"])
+      k_BHSC = project(x_TD, layer["key"])
+      v_BHSC = project(x_TD, layer["value"])
+      o_BHTC = (q_BHTC @ k_BHSC.swapaxes(2, 3)) @ v_BHSC
+      x_TD = o_BHTC.swapaxes(1, 2).reshape(num_tokens, -1) @ layer["out"]
       # The sum keeps both products in the gradient without an activation.
       x_TD = (x_TD @ layer["wi_0"] + x_TD @ layer["wi_1"]) @ layer["wo"]
     return jnp.sum(x_TD @ params["unembed"])
 
   step = jax.jit(jax.grad(forward, argnums=(0, 1)))
-  return lambda: jax.block_until_ready(step(params, x_TD))
+
+  def run() -> None:
+    jax.block_until_ready(step(params, x_TD))
+
+  return run
 
 
-def plain_params(model: ModelConfig) -> dict:
-  width, heads = model.base_emb_dim, model.base_num_query_heads * model.head_dim
+def plain_params(model: ModelConfig) -> dict[str, Any]:
+  """Random weights of the matmuls of `plain_step`."""
+  width = model.base_emb_dim
+  heads = model.base_num_query_heads * model.head_dim
   shapes = {
     "query": (width, heads),
     "key": (width, heads),
@@ -169,29 +199,36 @@ def plain_params(model: ModelConfig) -> dict:
   }
   rng = np.random.default_rng(0)
 
-  def draw(shape):
+  def draw(shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(rng.normal(0, 0.01, shape), jnp.float32)
 
-  layers = [
-    {name: draw(shape) for name, shape in shapes.items()}
-    for _ in range(model.base_num_decoder_layers)
-  ]
+  layers = []
+  for _ in range(model.base_num_decoder_layers):
+    layers.append({name: draw(shape) for name, shape in shapes.items()})
   return {"layers": layers, "unembed": draw((width, model.vocab_size))}
 
 
 def report(candidates: dict[str, Candidate], num_tokens: int) -> None:
+  """Print a table with a row per candidate, and two figures below it."""
   table = Table(box=None)
-  for column in ("step", "ms", "tokens/s", "peak MiB", "time / plain", "tokens/s / torch"):
-    table.add_column(column, justify="left" if column == "step" else "right")
-  plain, torch = candidates["plain"], candidates.get("torch")
+  table.add_column("step")
+  for column in ("ms", "tokens/s", "peak MiB", "time / plain", "tokens/s / torch"):
+    table.add_column(column, justify="right")
+  plain = candidates["plain"]
   for candidate in candidates.values():
+    peak = ""
+    if candidate.num_bytes:
+      peak = f"{candidate.num_bytes() / 2**20:,.0f}"
+    speed_of_torch = "no torch"
+    if "torch" in candidates:
+      speed_of_torch = f"{candidates['torch'].median / candidate.median:.2f}"
     table.add_row(
       candidate.name,
       f"{candidate.median * 1e3:.1f}",
       f"{num_tokens / candidate.median:,.0f}",
-      f"{candidate.num_bytes() / 2**20:,.0f}" if candidate.num_bytes else "",
+      peak,
       f"{candidate.median / plain.median:.2f}",
-      f"{torch.median / candidate.median:.2f}" if torch else "no torch",
+      speed_of_torch,
     )
   console = Console(width=120)
   console.print(table)

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
-B1, B2, EPS = 0.9, 0.999, 1e-8
+# Hyperparameters of Adam.
+B1 = 0.9
+B2 = 0.999
+EPS = 1e-8
 
 
 def stacked_steps(
@@ -25,13 +28,19 @@ def stacked_steps(
   written out, because `torch.optim` has no learning rate per member.
   """
   models = [build() for _ in rates]
-  params, buffers = stack_module_state(models)
-  params = {name: value.detach() for name, value in params.items()}
-  first = {name: torch.zeros_like(value) for name, value in params.items()}
-  second = {name: torch.zeros_like(value) for name, value in params.items()}
-  inputs, targets = torch.tensor(x), torch.tensor(y)
+  stacked, buffers = stack_module_state(models)
+  params = {}
+  first_moments = {}
+  second_moments = {}
+  for name, value in stacked.items():
+    params[name] = value.detach()
+    first_moments[name] = torch.zeros_like(value)
+    second_moments[name] = torch.zeros_like(value)
+  inputs = torch.tensor(x)
+  targets = torch.tensor(y)
   if not targets.is_floating_point():
-    inputs, targets = inputs.long(), targets.long()
+    inputs = inputs.long()
+    targets = targets.long()
   rate_Z = torch.tensor(rates)
   count = 0
 
@@ -50,17 +59,21 @@ def stacked_steps(
       count += 1
       gradients, loss_Z = gradients_and_losses(params, buffers)
       for name, gradient in gradients.items():
-        first[name].lerp_(gradient, 1 - B1)
-        second[name].mul_(B2).addcmul_(gradient, gradient, value=1 - B2)
-        root = (second[name] / (1 - B2**count)).sqrt_().add_(EPS)
-        rate = (rate_Z / (1 - B1**count)).view(-1, *[1] * (gradient.ndim - 1))
-        params[name] -= rate * first[name] / root
+        first = first_moments[name]
+        second = second_moments[name]
+        first.lerp_(gradient, 1 - B1)
+        second.mul_(B2).addcmul_(gradient, gradient, value=1 - B2)
+        root = (second / (1 - B2**count)).sqrt_().add_(EPS)
+        own_axes = [1] * (gradient.ndim - 1)
+        rate = (rate_Z / (1 - B1**count)).view([-1, *own_axes])
+        params[name] -= rate * first / root
     return loss_Z
 
   return run
 
 
 def mlp(sizes: Sequence[int]) -> nn.Module:
+  """Linear layers of these sizes, with a ReLU between each two."""
   layers: list[nn.Module] = []
   for num_in, num_out in itertools.pairwise(sizes):
     layers += [nn.Linear(num_in, num_out), nn.ReLU()]
@@ -85,6 +98,8 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+  """Pre-norm causal attention without positions, and an MLP."""
+
   def __init__(self, width: int, num_heads: int) -> None:
     super().__init__()
     self.num_heads = num_heads
@@ -95,11 +110,19 @@ class DecoderLayer(nn.Module):
     self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
   def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-    qkv = self.qkv(self.norms[0](x_BTD)).chunk(3, dim=-1)
-    q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in qkv)
-    scores_BHTS = q @ k.mT / q.shape[-1] ** 0.5  # the fused attention has no batching rule
+    qkv_BTF = self.qkv(self.norms[0](x_BTD))
+    q_BTF, k_BTF, v_BTF = qkv_BTF.chunk(3, dim=-1)
+    q_BHTC = self._split_heads(q_BTF)
+    k_BHSC = self._split_heads(k_BTF)
+    v_BHSC = self._split_heads(v_BTF)
+    # The fused attention has no batching rule.
+    scores_BHTS = q_BHTC @ k_BHSC.mT / q_BHTC.shape[-1] ** 0.5
     hidden_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool).triu(1)
-    o_BHTC = scores_BHTS.masked_fill(hidden_TS, float("-inf")).softmax(-1) @ v
+    share_BHTS = scores_BHTS.masked_fill(hidden_TS, float("-inf")).softmax(-1)
+    o_BHTC = share_BHTS @ v_BHSC
     x_BTD = x_BTD + self.out(o_BHTC.transpose(1, 2).flatten(2))
     h_BTF = nn.functional.silu(self.mlp_in(self.norms[1](x_BTD)))
     return x_BTD + self.mlp_out(h_BTF)
+
+  def _split_heads(self, x_BTF: torch.Tensor) -> torch.Tensor:
+    return x_BTF.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

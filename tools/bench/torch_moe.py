@@ -12,7 +12,8 @@ from maxlite.config import Config
 
 def mixtral_step(cfg: Config) -> Callable[[], Any]:
   """A training step on one batch: forward, backward, clipping, AdamW."""
-  model_cfg, length = cfg.model, cfg.data.max_target_length
+  model_cfg = cfg.model
+  length = cfg.data.max_target_length
   mixtral = MixtralConfig(
     vocab_size=model_cfg.vocab_size,
     hidden_size=model_cfg.base_emb_dim,

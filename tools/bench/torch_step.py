@@ -17,38 +17,51 @@ class Block(nn.Module):
 
   def __init__(self, cfg: ModelConfig):
     super().__init__()
-    width, heads = cfg.base_emb_dim, cfg.base_num_query_heads * cfg.head_dim
+    width = cfg.base_emb_dim
+    heads = cfg.base_num_query_heads * cfg.head_dim
     self.num_heads = cfg.base_num_query_heads
     self.attention_norm = nn.RMSNorm(width, eps=cfg.normalization_layer_epsilon)
     self.mlp_norm = nn.RMSNorm(width, eps=cfg.normalization_layer_epsilon)
-    self.query, self.key, self.value = (nn.Linear(width, heads, bias=False) for _ in range(3))
+    self.query = nn.Linear(width, heads, bias=False)
+    self.key = nn.Linear(width, heads, bias=False)
+    self.value = nn.Linear(width, heads, bias=False)
     self.out = nn.Linear(heads, width, bias=False)
-    self.gate, self.up = (nn.Linear(width, cfg.base_mlp_dim, bias=False) for _ in range(2))
+    self.gate = nn.Linear(width, cfg.base_mlp_dim, bias=False)
+    self.up = nn.Linear(width, cfg.base_mlp_dim, bias=False)
     self.down = nn.Linear(cfg.base_mlp_dim, width, bias=False)
 
-  def forward(self, x_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor):
-    normed = self.attention_norm(x_BTD)
-    q, k, v = (
-      linear(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-      for linear in (self.query, self.key, self.value)
-    )
-    q, k = (rotate(x, cos_TC, sin_TC) for x in (q, k))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x_BTD = x_BTD + self.out(o.transpose(1, 2).flatten(-2))
-    normed = self.mlp_norm(x_BTD)
-    return x_BTD + self.down(F.silu(self.gate(normed)) * self.up(normed))
+  def forward(
+    self, x_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
+  ) -> torch.Tensor:
+    normed_BTD = self.attention_norm(x_BTD)
+    q_BHTC = rotate(self._split_heads(self.query(normed_BTD)), cos_TC, sin_TC)
+    k_BHSC = rotate(self._split_heads(self.key(normed_BTD)), cos_TC, sin_TC)
+    v_BHSC = self._split_heads(self.value(normed_BTD))
+    o_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BHSC, v_BHSC, is_causal=True)
+    x_BTD = x_BTD + self.out(o_BHTC.transpose(1, 2).flatten(-2))
+    normed_BTD = self.mlp_norm(x_BTD)
+    h_BTF = F.silu(self.gate(normed_BTD)) * self.up(normed_BTD)
+    return x_BTD + self.down(h_BTF)
+
+  def _split_heads(self, x_BTF: torch.Tensor) -> torch.Tensor:
+    return x_BTF.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Decoder(nn.Module):
+  """Embedding, blocks, norm and unembedding; returns logits_BTV."""
+
   def __init__(self, cfg: ModelConfig, length: int):
     super().__init__()
     self.embed = nn.Embedding(cfg.vocab_size, cfg.base_emb_dim)
     self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.base_num_decoder_layers))
     self.final_norm = nn.RMSNorm(cfg.base_emb_dim, eps=cfg.normalization_layer_epsilon)
     self.unembed = nn.Linear(cfg.base_emb_dim, cfg.vocab_size, bias=False)
-    exponent = torch.arange(cfg.head_dim // 2) / (cfg.head_dim // 2)
-    angle_TC = torch.arange(length)[:, None] / cfg.rope.rope_max_timescale**exponent
-    self.cos_TC, self.sin_TC = angle_TC.cos(), angle_TC.sin()
+    num_angles = cfg.head_dim // 2
+    exponent_C = torch.arange(num_angles) / num_angles
+    position_T1 = torch.arange(length)[:, None]
+    angle_TC = position_T1 / cfg.rope.rope_max_timescale**exponent_C
+    self.cos_TC = angle_TC.cos()
+    self.sin_TC = angle_TC.sin()
 
   def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
     x_BTD = self.embed(tokens_BT)
@@ -58,8 +71,11 @@ class Decoder(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
+  """Rotate the pairs of channels (c, c + C / 2) of queries or keys by their angles."""
   left, right = x.chunk(2, dim=-1)
-  return torch.cat([left * cos_TC - right * sin_TC, right * cos_TC + left * sin_TC], dim=-1)
+  rotated_left = left * cos_TC - right * sin_TC
+  rotated_right = right * cos_TC + left * sin_TC
+  return torch.cat([rotated_left, rotated_right], dim=-1)
 
 
 def torch_step(cfg: Config) -> Callable[[], Any]:
@@ -79,7 +95,8 @@ def torch_step(cfg: Config) -> Callable[[], Any]:
 
   def step() -> float:
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
+    logits_BTV = model(tokens_BT)
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.gradient_clipping_threshold)
     optimizer.step()

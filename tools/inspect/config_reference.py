@@ -64,13 +64,24 @@ never contains a Python config: its `config.yml` holds the resolved values.
 
 def reference() -> str:
   """The page in Markdown, one table per section of the schema."""
-  return INTRODUCTION + "".join(map(_table, SECTIONS.values()))
+  page = INTRODUCTION
+  for keys in SECTIONS.values():
+    page += _table(keys)
+  return page
 
 
 def _table(keys: list[SchemaKey]) -> str:
   section = keys[0].section
-  head = f"\n## {section.__name__.removesuffix('Config')}\n\n{section.__doc__}\n\n"
-  return head + "| key | value | default | doc |\n|---|---|---|---|\n" + "".join(map(_row, keys))
+  title = section.__name__.removesuffix("Config")
+  lines = [
+    f"\n## {title}\n",
+    f"{section.__doc__}\n",
+    "| key | value | default | doc |",
+    "|---|---|---|---|",
+  ]
+  for key in keys:
+    lines.append(_row(key))
+  return "\n".join(lines) + "\n"
 
 
 def _row(key: SchemaKey) -> str:
@@ -79,16 +90,21 @@ def _row(key: SchemaKey) -> str:
     name += "*"
   if key.name in MACHINE_KEYS:
     name += "†"
-  cells = (name, domain(key), f"`{show(key.default)}`", key.field.doc)
-  return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+  default = f"`{show(key.default)}`"
+  cells = (name, domain(key), default, key.field.doc)
+  escaped = [cell.replace("|", "\\|") for cell in cells]
+  return f"| {' | '.join(escaped)} |"
 
 
 def main(argv: list[str]) -> int:
   """Returns the exit code: 1 if --check finds the page out of date."""
   if argv == ["--check"]:
     is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == reference()
-    print(f"{PAGE.name} is {'up to date' if is_current else f'out of date; run {COMMAND}'}")
-    return 0 if is_current else 1
+    if not is_current:
+      print(f"{PAGE.name} is out of date; run {COMMAND}")
+      return 1
+    print(f"{PAGE.name} is up to date")
+    return 0
   PAGE.write_text(reference(), encoding="utf-8")
   return 0
 

@@ -19,12 +19,13 @@ MARK = f"<!-- Generated below this line by `{COMMAND}`; do not edit. -->\n"
 
 def tables() -> str:
   """The tables of the page in Markdown."""
-  return "".join((MARK, _same_names(), _other_names(), _reasons(), _values()))
+  return MARK + _same_names() + _other_names() + _reasons() + _values()
 
 
 def page_with_tables(page: str) -> str:
   """`page` with current tables."""
-  return page.partition(MARK)[0] + tables()
+  written, _, _ = page.partition(MARK)
+  return written + tables()
 
 
 def _same_names() -> str:
@@ -36,18 +37,18 @@ def _same_names() -> str:
   rows = []
   for key, default in SAME_NAME.items():
     own = show(DEFAULTS[key])
-    differs = _normalize(own) != _normalize(default)
-    rows.append((_code(key), _code(default), _code(own) if differs else "", _meaning(key)))
+    if _normalize(own) == _normalize(default):
+      own = ""
+    rows.append((_code(key), _code(default), _code(own), OTHER_MEANING.get(key, "")))
   return head + _table(("key", "MaxText's default", "maxlite's", "here"), rows)
 
 
-def _meaning(key: str) -> str:
-  return OTHER_MEANING.get(key, "")
-
-
 def _normalize(value: str) -> str:
+  """A default without what depends on how it is written."""
   value = value.strip("'[]").removesuffix(".0")
-  return "" if value in ("none", "a table") else value
+  if value in ("none", "a table"):
+    return ""
+  return value
 
 
 def _other_names() -> str:
@@ -63,7 +64,8 @@ def _reasons() -> str:
   for title, reasons in (("Not needed", NOT_NEEDED), ("Not supported", NOT_SUPPORTED)):
     rows = []
     for reason, keys in reasons.items():
-      rows.append((reason, ", ".join(map(_code, keys.split()))))
+      names = [_code(key) for key in keys.split()]
+      rows.append((reason, ", ".join(names)))
     text += f"\n## {title}\n\n" + _table(("because", "MaxText's keys"), rows)
   return text
 
@@ -80,21 +82,28 @@ def _advice_by_key() -> dict[str, dict[str, str]]:
   """Key -> {value or values of MaxText: what there is instead}."""
   advice: dict[str, dict[str, str]] = {}
   for key in sorted({*VALUES, *UNSUPPORTED_VALUES}):
-    advice[key] = {value: _code(text) for value, text in VALUES.get(key, {}).items()}
+    own = advice.setdefault(key, {})
+    for value, text in VALUES.get(key, {}).items():
+      own[value] = _code(text)
     for reason, values in UNSUPPORTED_VALUES.get(key, {}).items():
-      advice[key][", ".join(values.split())] = f"not supported: {reason}"
+      listed = ", ".join(values.split())
+      own[listed] = f"not supported: {reason}"
   return advice
 
 
 def _code(text: str) -> str:
-  return f"`{text}`" if text else ""
+  """The text as code; empty if it is empty."""
+  if not text:
+    return ""
+  return f"`{text}`"
 
 
 def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
   lines = [titles, ("---",) * len(titles), *rows]
   text = ""
   for cells in lines:
-    text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    text += f"| {' | '.join(escaped)} |\n"
   return text
 
 
@@ -103,8 +112,11 @@ def main(argv: list[str]) -> int:
   page = PAGE.read_text(encoding="utf-8")
   if argv == ["--check"]:
     is_current = page == page_with_tables(page)
-    print(f"{PAGE.name} is {'up to date' if is_current else f'out of date; run {COMMAND}'}")
-    return 0 if is_current else 1
+    if not is_current:
+      print(f"{PAGE.name} is out of date; run {COMMAND}")
+      return 1
+    print(f"{PAGE.name} is up to date")
+    return 0
   PAGE.write_text(page_with_tables(page), encoding="utf-8")
   return 0
 

@@ -49,7 +49,9 @@ class LaunchedProcess:
   def code(self) -> int | None:
     """Exit code as in a shell; None while it runs."""
     code = self.process.poll()
-    return 128 - code if code is not None and code < 0 else code
+    if code is not None and code < 0:
+      return 128 - code  # a signal killed it
+    return code
 
 
 class ProcessGroup:
@@ -58,21 +60,25 @@ class ProcessGroup:
   def __init__(self, commands: Sequence[list[str]], environments: Sequence[dict[str, str]]):
     self._selector = selectors.DefaultSelector()
     self._width = len(str(len(commands) - 1))
-    self.workers = []
+    self.workers: list[LaunchedProcess] = []
     for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
-      process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        process_group=0,  # Ctrl-C reaches it only through this program
-        preexec_fn=end_with_parent(),  # noqa: PLW1509 (this program has no threads)
-      )
-      assert process.stdout is not None
-      os.set_blocking(process.stdout.fileno(), False)
-      self.workers.append(LaunchedProcess(rank, process))
-      self._selector.register(process.stdout, selectors.EVENT_READ, self.workers[-1])
+      self._start(rank, command, environment)
+
+  def _start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      env=environment,
+      process_group=0,  # Ctrl-C reaches it only through this program
+      preexec_fn=end_with_parent(),  # noqa: PLW1509 (this program has no threads)
+    )
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    worker = LaunchedProcess(rank, process)
+    self.workers.append(worker)
+    self._selector.register(process.stdout, selectors.EVENT_READ, worker)
 
   def send(self, number: int) -> None:
     """Sends a signal to all; SIGKILL also to their children."""
@@ -88,20 +94,21 @@ class ProcessGroup:
 
     Returns the exit code of the first failure, or 0.
     """
-    failed: list[tuple[bool, int]] = []  # (whether it exited because of a peer, code)
+    failed: list[int] = []  # exit codes in the order of the failures
     killed_at = float("inf")
     seen: set[int] = set()
     while len(seen) < len(self.workers):
       self._forward_output(timeout=0.1)
       for worker in self.workers:
-        if worker.code is None or worker.rank in seen:
+        code = worker.code
+        if code is None or worker.rank in seen:
           continue
         seen.add(worker.rank)
-        if worker.code:
-          if worker.code not in STOP_CODES:  # these save first
-            killed_at = min(killed_at, time.monotonic() + grace)
-          failed.append((worker.code == EXIT_PEER_LOST, worker.code))
-          self._write(worker.rank, f"ended with code {worker.code}".encode())
+        if code != 0:
+          failed.append(code)
+          self._write(worker.rank, f"ended with code {code}".encode())
+        if code != 0 and code not in STOP_CODES:  # stopped processes save first
+          killed_at = min(killed_at, time.monotonic() + grace)
       if time.monotonic() > killed_at:
         self.send(signal.SIGKILL)
         break
@@ -109,49 +116,78 @@ class ProcessGroup:
       worker.process.wait()
     self.send(signal.SIGKILL)  # their remaining children
     self._forward_output(timeout=0)
-    return min(failed, key=lambda found: found[0])[1] if failed else 0
+    return first_cause(failed)
 
   def _forward_output(self, timeout: float) -> None:
     for key, _ in self._selector.select(timeout):
       worker = key.data
       text = worker.process.stdout.read()
-      if not text and text is not None:
+      if text is None:  # there is no output yet
+        continue
+      if text == b"":  # the process closed its output
         self._selector.unregister(worker.process.stdout)
-        text = b"\n" if worker.partial else b""
-      *lines, worker.partial = (worker.partial + (text or b"")).split(b"\n")
+        if worker.partial:
+          text = b"\n"
+      *lines, worker.partial = (worker.partial + text).split(b"\n")
       for line in lines:
         self._write(worker.rank, line)
 
   def _write(self, rank: int, line: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):
-      sys.stdout.buffer.write(f"[{rank:{self._width}}] ".encode() + line + b"\n")
+      prefix = f"[{rank:{self._width}}] ".encode()
+      sys.stdout.buffer.write(prefix + line + b"\n")
       sys.stdout.buffer.flush()
+
+
+def first_cause(failed: Sequence[int]) -> int:
+  """The first of these exit codes that is not caused by a peer, if any; 0 if there is none."""
+  for code in failed:
+    if code != EXIT_PEER_LOST:
+      return code
+  if failed:
+    return EXIT_PEER_LOST
+  return 0
 
 
 def end_with_parent() -> Callable[[], None]:
   """A function for a new process that has it killed when this one ends for any reason."""
-  parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
+  parent = os.getpid()
+  libc = None
+  if sys.platform == "linux":
+    libc = ctypes.CDLL(None)
 
   def in_child() -> None:
-    if libc is not None:
-      libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-      if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+    if libc is None:
+      return
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+      os._exit(128 + signal.SIGKILL)
 
   return in_child
 
 
 def process_environment(rank: int, platform: str, devices: int, token: str) -> dict[str, str]:
   """The environment of one process, with its devices."""
-  environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MAXLITE_COORDINATOR_TOKEN": token}
+  environment = dict(os.environ)
+  environment["PYTHONUNBUFFERED"] = "1"
+  environment["MAXLITE_COORDINATOR_TOKEN"] = token
   if platform == "gpu":
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     own = range(rank * devices, (rank + 1) * devices)
-    names = [gpus[n] if n < len(gpus) and gpus[n] else str(n) for n in own]
-    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names)}
-  flags = re.sub(SIMULATED, "", environment.get("XLA_FLAGS", ""))
-  own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": flags.strip()}
-  return environment | own
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(gpu_name, own))
+  else:
+    flags = re.sub(SIMULATED, "", environment.get("XLA_FLAGS", ""))
+    environment["XLA_FLAGS"] = flags.strip()
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+  return environment
+
+
+def gpu_name(number: int) -> str:
+  """The name of GPU `number` of this machine, as CUDA_VISIBLE_DEVICES lists them."""
+  names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+  if number < len(names) and names[number]:
+    return names[number]
+  return str(number)
 
 
 def free_port() -> int:
@@ -159,16 +195,27 @@ def free_port() -> int:
     return listener.getsockname()[1]
 
 
-def launch(options: argparse.Namespace, num_processes: int, on_start: Callable) -> int:
+def launch(
+  options: argparse.Namespace,
+  num_processes: int,
+  on_start: Callable[[ProcessGroup], None],
+) -> int:
   """One attempt; returns its exit code."""
-  address = f"127.0.0.1:{free_port()}"
-  keys = [f"coordinator_address={address}", f"num_processes={num_processes}"]
-  command = [sys.executable, "-m", options.module, *options.arguments]
-  ranks, token = range(num_processes), secrets.token_hex(16)
-  group = ProcessGroup(
-    [[*command, *keys, f"process_id={rank}"] for rank in ranks],
-    [process_environment(rank, options.platform, options.devices, token) for rank in ranks],
-  )
+  command = [
+    sys.executable,
+    "-m",
+    options.module,
+    *options.arguments,
+    f"coordinator_address=127.0.0.1:{free_port()}",
+    f"num_processes={num_processes}",
+  ]
+  token = secrets.token_hex(16)
+  commands = []
+  environments = []
+  for rank in range(num_processes):
+    commands.append([*command, f"process_id={rank}"])
+    environments.append(process_environment(rank, options.platform, options.devices, token))
+  group = ProcessGroup(commands, environments)
   on_start(group)
   try:
     return group.wait(options.grace)
@@ -192,9 +239,14 @@ class SignalForwarder:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     del frame
-    is_second, self.received = self.received is not None, signal.Signals(number)
-    if self._group is not None:
-      self._group.send(signal.SIGKILL if is_second else number)
+    is_second = self.received is not None
+    self.received = signal.Signals(number)
+    if self._group is None:
+      return
+    if is_second:
+      self._group.send(signal.SIGKILL)
+    else:
+      self._group.send(number)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -218,7 +270,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-  options, signals = parse(sys.argv[1:]), SignalForwarder()
+  options = parse(sys.argv[1:])
+  signals = SignalForwarder()
   for attempt in range(options.restarts + 1):
     num_processes = options.processes[min(attempt, len(options.processes) - 1)]
     code = launch(options, num_processes, signals.attach)
