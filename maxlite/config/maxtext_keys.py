@@ -334,8 +334,8 @@ NOT_SUPPORTED: dict[str, str] = {
     vllm_load_format weight_sync_debug
   """,
   "adapters are not quantized": "lora_tile_size lora_weight_qtype",
-  "there are no auxiliary prediction layers; num_draft_heads trains draft heads": """
-    mtp_eval_target_module mtp_loss_scaling_factor mtp_num_layers
+  "evaluation reports the acceptance of every layer of multi-token prediction": """
+    mtp_eval_target_module
   """,
   "no family has this layer; docs/models.md lists the families": """
     attention_output_dim causal_block_size chunk_attn_window_size compress_ratios

@@ -1,4 +1,4 @@
-"""How many drafts of draft heads speculative decoding would accept.
+"""How many drafts of draft heads, or of multi-token prediction, speculative decoding would accept.
 
 A draft is accepted if the model's own head predicts the same token from the text before it. Of a
 chain of drafts, those before the first rejected one are accepted.

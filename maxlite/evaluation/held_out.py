@@ -1,7 +1,8 @@
 """The held-out loss of a run.
 
-The evaluation step sums over the tokens of a held-out batch. For draft heads it counts how many
-drafts speculative decoding would accept (`draft_acceptance.py`).
+The evaluation step sums over the tokens of a held-out batch. For draft heads and layers of
+multi-token prediction it counts how many drafts speculative decoding would accept
+(`draft_acceptance.py`).
 """
 
 import functools
@@ -72,8 +73,9 @@ def evaluate(
 def held_out_row(batches: Mapping[str, Iterable[Sums]]) -> dict[str, float]:
   """The results of `evaluate` from the evaluation step's sums of every batch, by source.
 
-  With draft heads also `eval_acceptance_1`, ..., the share of each head's drafts that are accepted,
-  and `eval_accepted_length`, the mean number of accepted drafts in a chain.
+  With draft heads or multi-token prediction also `eval_acceptance_1`, ..., the share of the drafts
+  of each head or layer that are accepted, and `eval_accepted_length`, the mean number of accepted
+  drafts in a chain.
   """
   by_source = {name: _total(map(_in_float64, each)) for name, each in batches.items()}
   sums = _total(by_source.values())
@@ -127,9 +129,9 @@ def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> EvalStep:
 def build_eval_step(model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array) -> EvalStep:
   """Build step(params, batch) -> sums of `nll` [nats], `weight` and `num_bytes` of the targets.
 
-  With draft heads also `draft`, the result of `acceptance_sums`.
+  With draft heads or multi-token prediction also `draft`, the result of `acceptance_sums`.
   """
-  has_drafts = model.cfg.num_draft_heads > 0
+  has_drafts = model.cfg.num_draft_heads + model.cfg.mtp_num_layers > 0
 
   def eval_step(params: Any, batch: Batch) -> Sums:
     hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)

@@ -1,6 +1,7 @@
 """LoRA adapters: linear layers with adapters, and their parameters.
 
-Also the table of all modules that can be added to a trained model (adapters and draft heads).
+Also the table of all modules that can be added to a trained model: adapters, draft heads, and the
+layers of multi-token prediction.
 
 Source: Hu et al., LoRA (2021), section 4.1.
 """
@@ -21,8 +22,9 @@ from maxlite.sharding import Sharder
 
 ADAPTER = ("lora_a", "lora_b")
 # Modules that can be added to a model that was trained without them.
-OPTIONAL_MODULES = (*ADAPTER, "draft_head")
-OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads"}  # The config keys that add them.
+OPTIONAL_MODULES = (*ADAPTER, "draft_head", "mtp")
+# The config keys that add them.
+OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads", "mtp_num_layers"}
 
 
 class LoraLinear(nn.Module):

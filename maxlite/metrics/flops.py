@@ -19,8 +19,9 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 BACKWARD_OVER_FORWARD = 2  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
 # In forward order; an unscanned stack includes its numbered layers.
-STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "unembed")
-STACKS = ("dense_layers", "layers")
+STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "mtp", "unembed")
+STACKS = ("dense_layers", "layers", "mtp")
+DRAFTERS = ("draft_head", "mtp")  # which some losses do not use
 MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
 EXPERT = r".*moe/w[io](_\d)?(_bias)?"
 
@@ -43,7 +44,7 @@ def parameter_sizes(model: ModelConfig) -> dict[str, int]:
   one = (1,) * len(MESH_AXES)
   mesh = build_mesh(one, one, jax.devices()[:1])
   decoder = Decoder(model, Sharder(mesh))
-  tokens_BT = jnp.zeros((1, model.num_draft_heads + 1), jnp.int32)
+  tokens_BT = jnp.zeros((1, model.num_draft_heads + model.mtp_num_layers + 1), jnp.int32)
   variables = jax.eval_shape(decoder.init, jax.random.key(0), tokens_BT)
   params = meta.unbox(variables)["params"]
   sizes: dict[str, int] = {}
@@ -82,7 +83,7 @@ def train_flops(
     batch_shape: rows and positions of the batch.
     trained: paths of the trained parameters; None for all.
     logits: whether the gradient of the loss flows through the model's own logits.
-    drafts: whether the loss uses the draft heads.
+    drafts: whether the loss uses the draft heads, or the layers of multi-token prediction.
   """
   if trained is None:
     trained = sizes.keys()
@@ -90,7 +91,7 @@ def train_flops(
   macs = 0
   for path, size in sizes.items():
     module, _, _ = path.partition("/")
-    is_read = module != "unembed" and (drafts or module != "draft_head")
+    is_read = module != "unembed" and (drafts or module not in DRAFTERS)
     if is_read and re.fullmatch(MATRIX, path):
       backward = _backward_products(STAGES[_stage(path)], first, path in trained)
       macs += (1 + backward) * _active(path, size, model)
@@ -103,12 +104,14 @@ def train_flops(
   if logits:
     products += backward
   if drafts:
-    products += model.num_draft_heads * (1 + backward)
+    products += (model.num_draft_heads + model.mtp_num_layers) * (1 + backward)
   macs += products * model.vocab_size * model.base_emb_dim
   macs += _recurrence_macs_per_token(model, first)
   rows, row_length = batch_shape
   flops_per_mac = FLOPS_PER_MAC * rows * row_length
   attention = flops_per_mac * _attention_macs_per_token(model, row_length, first)
+  if drafts:
+    attention += flops_per_mac * _mtp_attention_macs_per_token(model, row_length, first)
   return Flops(flops_per_mac * macs + attention, attention)
 
 
@@ -124,11 +127,7 @@ def _backward_products(stage: str, first: int, is_trained: bool) -> int:
 
 def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
   """Products of queries with keys, and of scores with values, over all layers."""
-  mla = model.mla
   num_layers = model.base_num_decoder_layers - model.num_recurrent_layers
-  channels = 2 * model.head_dim
-  if model.family.latent_attention:
-    channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
   num_local = num_layers
   every = model.family.global_layer_every
   if every:
@@ -143,8 +142,28 @@ def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -
     needed += dense_share
   if _needs_input_gradient("layers", first):
     needed += 1 - dense_share
-  forward = model.base_num_query_heads * channels * keys_per_query
+  forward = model.base_num_query_heads * _attention_channels(model) * keys_per_query
   return forward * (1 + BACKWARD_OVER_FORWARD * needed)
+
+
+def _attention_channels(model: ModelConfig) -> int:
+  """Channels of a head, of a key and of a value together."""
+  mla = model.mla
+  if model.family.latent_attention:
+    return mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+  return 2 * model.head_dim
+
+
+def _mtp_attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
+  """As `_attention_macs_per_token`, for the layers of multi-token prediction."""
+  keys_per_query = row_length / 2
+  if not model.family.global_layer_every:  # otherwise they attend globally
+    window = min(model.sliding_window_size or row_length, row_length)
+    keys_per_query -= (row_length - window) ** 2 / (2 * row_length)
+  forward = model.base_num_query_heads * _attention_channels(model) * keys_per_query
+  if _needs_input_gradient("mtp", first):
+    forward *= 1 + BACKWARD_OVER_FORWARD
+  return model.mtp_num_layers * forward
 
 
 def _recurrence_macs_per_token(model: ModelConfig, first: int) -> int:

@@ -26,6 +26,7 @@ from maxlite.metrics.step_row import LoggedRow, Row
 TRAINING_CELLS = {
   "loss": "loss {:7.4f}",
   "draft_loss": "drafts {:7.4f}",
+  "mtp_loss": "mtp {:7.4f}",
   "learning_rate": "lr {:.2e}",
   "grad_norm": "|grad| {:8.3g}",
   "tokens_per_second_per_device": "{:9,.0f} tok/s/device",

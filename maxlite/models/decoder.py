@@ -12,11 +12,12 @@ from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
-from maxlite.layers.linear import LinearClass
+from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.norm import RMSNorm
 from maxlite.models.decoder_layer import DecoderLayer, LayerUnit, Rope, build_rope, stack_sums
-from maxlite.models.draft import DraftHeads
+from maxlite.models.draft import DraftHeads, shift_left
+from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
@@ -62,6 +63,9 @@ class Decoder(nn.Module):
       self.unembed = Unembed(cfg)
     if cfg.num_draft_heads:
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
+    if cfg.mtp_num_layers:
+      # Without adapters: `linear` is the class given by the caller, or the plain one.
+      self.mtp = MultiTokenPrediction(cfg, self.sharder, self.linear or Linear)
 
   def _stack(self, layer: type[nn.Module], length: int, **fields: Any) -> Stack:
     """`length` instances of `layer` with these fields: one scanned module, or a list."""
@@ -117,6 +121,8 @@ class Decoder(nn.Module):
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
+    if self.is_initializing() and self.cfg.mtp_num_layers:
+      self.mtp_hidden(x_BTD, tokens_BT, segment_BT, position_BT)
     return x_BTD, sums
 
   def _run(
@@ -188,6 +194,36 @@ class Decoder(nn.Module):
   def draft_logits(self, x_BTD: jax.Array) -> jax.Array:
     """logits_BTJV, float32, of the token 2 + j positions ahead, from the states of `hidden`."""
     return self.logits(self.draft_head(x_BTD))
+
+  def mtp_hidden(
+    self,
+    x_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    segment_BT: jax.Array,
+    position_BT: jax.Array,
+  ) -> tuple[jax.Array, Any]:
+    """(y_BTJD, sums) of the layers of multi-token prediction, from the states of `hidden`.
+
+    y_BTJD is, for layer j, the state that predicts the token 2 + j positions ahead. `sums` has a
+    leading axis that counts these layers.
+    """
+    num_layers = self.cfg.mtp_num_layers
+    later_BTJ = shift_left(tokens_BT, num_layers)
+    embeddings = [self.embed(later_BTJ[..., j]) for j in range(num_layers)]
+    segment_BTJ = mtp_segments(segment_BT, num_layers)
+    return self.mtp(x_BTD, embeddings, segment_BTJ, build_rope(position_BT, self.cfg))
+
+  def mtp_layer(
+    self,
+    j: int,
+    h_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    segment_BT: jax.Array,
+    position_BT: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """`MultiTokenPrediction.apply_layer` for the tokens that the layer reads."""
+    rope = build_rope(position_BT, self.cfg)
+    return self.mtp.apply_layer(j, h_BTD, self.embed(tokens_BT), segment_BT, rope)
 
   def logits(self, x: jax.Array) -> jax.Array:
     """logits_BT...V of x_BT...D, float32."""

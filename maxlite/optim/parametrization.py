@@ -72,7 +72,7 @@ def parameter_scale(
 
 def _output_factor(path: str, cfg: ModelConfig, m: float) -> float:
   """muP's factor of logits or attention scores, for the parameter that takes it."""
-  if cfg.logits_via_embedding and path == "final_norm/scale":
+  if cfg.logits_via_embedding and re.search(r"(^|/)final_norm/scale$", path):
     return 1 / m
   queries = "query/(kernel|bias)"
   if cfg.family.qk_norm:

@@ -13,7 +13,7 @@ from maxlite.phases.phase_opt_states import owners_of
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 
 PhaseSpan = tuple[int, int, str]  # The first and last step of a span, and its phase.
-LOSS_NAMES = ("loss", "draft_loss", "total_loss")  # Names in the row of a step.
+LOSS_NAMES = ("loss", "draft_loss", "mtp_loss", "total_loss")  # Names in the row of a step.
 _NUM_SHOWN = 6  # Spans in the description of a schedule.
 
 

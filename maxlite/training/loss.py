@@ -23,6 +23,13 @@ from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.step.gradients import LossFunction, MicroBatches
 from maxlite.training.cross_entropy import cross_entropy_sums
+from maxlite.training.mtp_loss import (
+  MtpSums,
+  add_mtp_loss,
+  count_routed,
+  mtp_sums,
+  mtp_weights,
+)
 
 
 @struct.dataclass
@@ -49,6 +56,8 @@ class Sums:
   layers: Any
   # For losses of draft heads.
   draft: DraftSums | None = None
+  # Of the layers of multi-token prediction.
+  mtp: MtpSums | None = None
   # For losses that follow other models: the divergence from their predictions [nats].
   divergence: jax.Array | None = None
 
@@ -62,7 +71,7 @@ class Hidden:
   layers: Any
   # The unembedding.
   w_DV: jax.Array
-  # The states of the draft heads; None if the loss needs none.
+  # The states of the draft heads, or of the layers of multi-token prediction; None if neither runs.
   y_BTJD: jax.Array | None
   # The soft cap of the logits; 0: none.
   soft_cap: float = struct.field(pytree_node=False, default=0.0)
@@ -77,7 +86,8 @@ def run_forward(
 
   Args:
     jitter_key: the key of the router's noise; None outside training.
-    drafts: whether to run the draft heads too.
+    drafts: whether to run the draft heads or the layers of multi-token prediction too. The results
+      of the latter follow those of the blocks.
   """
   rngs = None
   if jitter_key is not None:
@@ -91,7 +101,18 @@ def run_forward(
     rngs=rngs,
   )
   y_BTJD = None
-  if drafts:
+  if drafts and model.cfg.mtp_num_layers:
+    y_BTJD, mtp_layers = model.apply(
+      {"params": params},
+      x_BTD,
+      batch.tokens_BT,
+      batch.segment_BT,
+      batch.position_BT,
+      method=model.mtp_hidden,
+      rngs=rngs,
+    )
+    layers = jax.tree.map(lambda *stacked: jnp.concatenate(stacked), layers, mtp_layers)
+  elif drafts:
     y_BTJD = model.apply({"params": params}, x_BTD, method=model.draft_hidden)
   return Hidden(
     x_BTD=x_BTD,
@@ -166,16 +187,30 @@ class DecoderLoss(LossFunction):
     extra: Mapping[str, Any],
   ) -> tuple[Sums, Any]:
     hidden = self.hidden(params, batch, key, extra)
-    return self.loss.sums(hidden, batch, self.cfg, self.model.sharder), collections
+    sums = self.loss.sums(hidden, batch, self.cfg, self.model.sharder)
+    if self.model.cfg.mtp_num_layers:
+      mtp = mtp_sums(
+        hidden.y_BTJD,
+        hidden.w_DV,
+        hidden.soft_cap,
+        batch,
+        self.cfg,
+        self.model.sharder,
+      )
+      sums = sums.replace(mtp=mtp)
+    return sums, collections
 
   def hidden(self, params: Any, batch: Batch, key: jax.Array, extra: Mapping[str, Any]) -> Hidden:
     """Run the forward pass before the unembedding."""
     del extra
-    return run_forward(self.model, params, batch, key, drafts=self.loss.drafts)
+    drafts = self.loss.drafts or self.model.cfg.mtp_num_layers > 0
+    return run_forward(self.model, params, batch, key, drafts=drafts)
 
   def combine(self, sums: Sums) -> tuple[jax.Array, dict]:
     """Compute the loss; the metrics are its parts, the number of tokens and the experts' load."""
     total, parts = self.loss.combine(sums, self.cfg, self.moe)
+    if sums.mtp is not None:
+      total, parts = add_mtp_loss(sums.mtp, total, parts, self.cfg)
     metrics = parts | {"num_tokens": sums.weight}
     if "moe" in sums.layers:
       routers = sums.layers["moe"]
@@ -194,7 +229,10 @@ class DecoderLoss(LossFunction):
     if "moe" in zeros.layers and over_batch:
       totals = sum_batch()
     else:
-      totals = _count_rows(zeros, batch)
+      totals = _count_rows(zeros, batch, self.model.cfg.mtp_num_layers)
+    if totals.mtp is not None:
+      mtp_weight_J = mtp_weights(batch, self.model.cfg.mtp_num_layers)
+      totals = totals.replace(mtp=totals.mtp.replace(weight_J=mtp_weight_J))
     if totals.draft is None:
       return totals
     num_heads = self.model.cfg.num_draft_heads
@@ -249,13 +287,10 @@ class DecoderLoss(LossFunction):
     return sharded == {"activation_batch", "activation_batch_no_exp"}
 
 
-def _count_rows(sums: Sums, batch: Batch) -> Sums:
+def _count_rows(sums: Sums, batch: Batch, num_mtp_layers: int) -> Sums:
   """The sums with the numbers of tokens and rows of the whole batch."""
   counted = sums.replace(weight=jnp.sum(batch.weight_BT))
   if "moe" not in sums.layers:
     return counted
-  routers = sums.layers["moe"]
-  real_BT = batch.segment_BT > 0
-  tokens = jnp.full_like(routers.tokens, jnp.sum(real_BT))
-  rows = jnp.full_like(routers.rows, jnp.sum(jnp.any(real_BT, axis=1)))
-  return counted.replace(layers={"moe": routers.replace(tokens=tokens, rows=rows)})
+  routers = count_routed(sums.layers["moe"], batch.segment_BT, num_mtp_layers)
+  return counted.replace(layers={"moe": routers})

@@ -248,7 +248,7 @@ class Trainer:
       batch_shape,
       trained,
       logits=loss.logits,
-      drafts=loss.drafts,
+      drafts=loss.drafts or self.cfg.model.mtp_num_layers > 0,
     ).total
     for transform in self.transforms:
       flops += transform.flops(objective, batch_shape)

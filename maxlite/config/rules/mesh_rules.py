@@ -69,7 +69,7 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
     dimensions.append(("base_moe_mlp_dim", ["tensor"]))
   if has_dense_mlp:
     dimensions.append(("base_mlp_dim", ["tensor"]))
-  if model.num_draft_heads:
+  if model.num_draft_heads or model.mtp_num_layers:
     dimensions.append(("base_emb_dim", ["tensor"]))
   dimensions.append(("vocab_size", ["tensor"]))
   dimensions.append(("max_target_length", ["context"]))

@@ -110,6 +110,30 @@ def phases(cfg: Config) -> Violations:
     )
 
 
+def multi_token_prediction(cfg: Config) -> Violations:
+  """The rules on the layers of multi-token prediction."""
+  num_layers = cfg.model.mtp_num_layers
+  if not num_layers:
+    key = "mtp_loss_scaling_factor"
+    for name in changed_keys(cfg, [key]):
+      yield Violation(
+        [name, "mtp_num_layers"],
+        f"there are no such layers; write mtp_num_layers=1, or {name}={DEFAULTS[name]}",
+      )
+    return
+  if cfg.model.num_draft_heads:
+    yield Violation(
+      ["mtp_num_layers", "num_draft_heads"],
+      "both would propose tokens; write num_draft_heads=0, or mtp_num_layers=0",
+    )
+  if num_layers >= cfg.data.max_target_length:
+    limit = min(1, cfg.data.max_target_length - 1)
+    yield Violation(
+      ["mtp_num_layers", "max_target_length"],
+      f"rows are shorter; write mtp_num_layers={limit}",
+    )
+
+
 def local_updates(cfg: Config) -> Violations:
   """The rules of DiLoCo."""
   local = cfg.local_updates
@@ -187,4 +211,11 @@ def teacher(cfg: Config) -> Violations:
     )
 
 
-TRAINING_RULES = (optimizer, parametrization, phases, local_updates, teacher)
+TRAINING_RULES = (
+  optimizer,
+  parametrization,
+  phases,
+  multi_token_prediction,
+  local_updates,
+  teacher,
+)

@@ -142,6 +142,12 @@ class ModelConfig:
     "match_head or next_token_and_draft.",
     low=0,
   )
+  mtp_num_layers: int = model_field(
+    0,
+    "Layers of multi-token prediction, as in DeepSeek-V3, trained with the model: layer k predicts "
+    "the token k + 1 positions ahead.",
+    low=0,
+  )
   embedding_multiplier: float = model_field(1.0, "Embeddings are multiplied by it.", low=0)
   residual_multiplier: float = model_field(
     1.0, "The outputs of attention and MLP are multiplied by it before they are added.", low=0

@@ -82,6 +82,9 @@ class TrainingConfig:
   draft_loss_weight: float = field(
     0.2, "Weight of the draft heads' loss in phases with loss: next_token_and_draft.", low=0
   )
+  mtp_loss_scaling_factor: float = field(
+    0.1, "Weight of the mean loss of the layers of multi-token prediction (mtp_num_layers).", low=0
+  )
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
   )

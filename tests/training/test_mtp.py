@@ -1,0 +1,221 @@
+"""Multi-token prediction: loss and gradients against a reference written from the report."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from slow_cases import slow
+from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, take_steps, trainer_of
+from tiny import uneven_batch as batch_of
+
+from maxlite.evaluation.held_out import compile_eval_step
+from maxlite.models import Decoder
+from maxlite.optim.labels import decay_mask
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
+
+J = 2
+FACTOR = 0.5
+KEYS = {
+  "decoder_block": "llama",
+  "base_num_decoder_layers": 1,
+  "mtp_num_layers": J,
+  "mtp_loss_scaling_factor": FACTOR,
+}
+# A dense layer, then a mixture with latent attention, whose router has a bias.
+DEEPSEEK = {
+  "decoder_block": "deepseek",
+  "base_num_decoder_layers": 2,
+  "first_num_dense_layers": 1,
+  "kv_lora_rank": 8,
+  "qk_nope_head_dim": 4,
+  "qk_rope_head_dim": 2,
+  "v_head_dim": 4,
+  "router": "sigmoid_group_topk",
+  "routed_bias": "true",
+  "load_balance_loss_weight": 0.1,
+  "load_balance_loss_scope": "sequence",
+}
+REPLICATED = mesh_keys("ensemble=8")  # Every device computes all.
+EPSILON = config_of(**KEYS).model.normalization_layer_epsilon
+
+
+def documents_of(batch):
+  """(tokens, targets, weights) of every document of every row."""
+  for row, number in itertools.product(range(ROWS), range(1, LENGTH + 1)):
+    places = batch.segment_BT[row] == number
+    if np.any(places):
+      yield tuple(x[row, places] for x in (batch.tokens_BT, batch.targets_BT, batch.weight_BT))
+
+
+def norm(x_TD, module):
+  return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + EPSILON) * module["scale"]
+
+
+def rotate(x_THC):
+  num_positions, _, num_channels = x_THC.shape
+  frequency_C = 10_000.0 ** (-2 * np.arange(num_channels // 2) / num_channels)
+  angle_T1C = np.arange(num_positions)[:, None, None] * frequency_C
+  left, right = np.split(x_THC, 2, axis=-1)
+  cos, sin = np.cos(angle_T1C), np.sin(angle_T1C)
+  return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+def block(x_TD, params):
+  """A layer of Llama on one document."""
+  attention = params["attention"]
+  normed_TD = norm(x_TD, params["attention_norm"])
+  q_THC, k_TGC, v_TGC = (
+    np.einsum("td,dhc->thc", normed_TD, attention[name]["kernel"])
+    for name in ("query", "key", "value")
+  )
+  shared = q_THC.shape[1] // k_TGC.shape[1]
+  k_THC, v_THC = (np.repeat(each, shared, axis=1) for each in (rotate(k_TGC), v_TGC))
+  scores_HTS = np.einsum("thc,shc->hts", rotate(q_THC), k_THC) / np.sqrt(q_THC.shape[-1])
+  scores_HTS[:, np.triu(np.ones(scores_HTS.shape[1:], bool), 1)] = -np.inf
+  weight_HTS = np.exp(scores_HTS - scores_HTS.max(axis=-1, keepdims=True))
+  weight_HTS /= weight_HTS.sum(axis=-1, keepdims=True)
+  mixed_THC = np.einsum("hts,shc->thc", weight_HTS, v_THC)
+  x_TD = x_TD + np.einsum("thc,hcd->td", mixed_THC, attention["out"]["kernel"])
+  mlp = params["mlp"]
+  normed_TD = norm(x_TD, params["mlp_norm"])
+  gate_TF = normed_TD @ mlp["wi_0"]["kernel"]
+  hidden_TF = gate_TF / (1 + np.exp(-gate_TF)) * (normed_TD @ mlp["wi_1"]["kernel"])
+  return x_TD + hidden_TF @ mlp["wo"]["kernel"]
+
+
+def nll_sum(x_TD, params, targets_T, weight_T):
+  logits_TV = x_TD @ params["unembed"]["kernel"]
+  top_T = logits_TV.max(axis=-1)
+  partition_T = top_T + np.log(np.exp(logits_TV - top_T[:, None]).sum(axis=-1))
+  return np.sum(weight_T * (partition_T - logits_TV[np.arange(len(targets_T)), targets_T]))
+
+
+def reference(params, batch):
+  """(total loss, mean loss of the layers of multi-token prediction), document by document.
+
+  DeepSeek-V3 (2024), eq. 21 to 25. The embedding is the first of the two that are concatenated.
+  """
+  nll, weight = np.zeros(1 + J), np.zeros(1 + J)
+  layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+  for tokens_T, targets_T, weight_T in documents_of(batch):
+    embedding_TD = params["embed"]["embedding"][tokens_T]
+    h_TD = norm(block(embedding_TD, layer), params["final_norm"])
+    nll[0] += nll_sum(h_TD, params, targets_T, weight_T)
+    weight[0] += weight_T.sum()
+    for k in range(1, 1 + min(J, len(tokens_T) - 1)):
+      module = params["mtp"][f"layers_{k - 1}"]
+      last = len(tokens_T) - k
+      pair = [norm(embedding_TD[k:], module["embedding_norm"])]
+      pair.append(norm(h_TD[:last], module["hidden_norm"]))
+      projected_TD = np.concatenate(pair, axis=-1) @ module["projection"]["kernel"]
+      h_TD = block(projected_TD, module["layer"])
+      normed_TD = norm(h_TD, module["final_norm"])
+      nll[k] += nll_sum(normed_TD, params, targets_T[k:], weight_T[k:])
+      weight[k] += weight_T[k:].sum()
+  loss = nll / weight
+  mtp_loss = loss[1:].mean()
+  return loss[0] + FACTOR * mtp_loss, mtp_loss
+
+
+def draw_params(like, seed):
+  draw = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: 0.5 * draw.standard_normal(x.shape) + (x.ndim == 1), like)
+
+
+@pytest.mark.parametrize(
+  "degrees", [slow({}), {"data": 2, "context": 2, "tensor": 2}, slow({"context": 4})], ids=str
+)
+def test_loss_and_gradients_equal_the_reference_in_float64(degrees):
+  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
+  sizes = [degrees.get(axis, 1) for axis in MESH_AXES]
+  with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    cfg = dataclasses.replace(trainer.cfg.model, dtype="float64", weight_dtype="float64")
+    mesh = build_mesh(sizes, [1] * len(sizes), jax.devices()[: np.prod(sizes)])
+    loss = DecoderLoss(Decoder(cfg, Sharder(mesh)), NEXT_TOKEN, trainer.cfg.training, cfg.moe)
+    params = draw_params(trainer.abstract_state.params, 0)
+
+    @jax.jit
+    def value_and_gradients(params, batch):
+      def total(params):
+        sums, _ = loss.forward(params, {}, batch, jax.random.key(0), {})
+        return loss.combine(sums)
+
+      return jax.value_and_grad(total, has_aux=True)(params)
+
+    arrays = batch.replace(weight_BT=batch.weight_BT.astype(np.float64))
+    (value, metrics), gradients = jax.device_get(value_and_gradients(params, arrays))
+  expected, expected_mtp = reference(params, batch)
+  np.testing.assert_allclose(value, expected, rtol=1e-7)
+  np.testing.assert_allclose(metrics["mtp_loss"], expected_mtp, rtol=1e-7)
+  assert value == metrics["total_loss"]
+  # Along a direction through each module, and along one through all.
+  for module in (*params, *params["mtp"], ""):
+    direction = jax.tree.map_with_path(
+      lambda path, x, module=module: x * (module in jax.tree_util.keystr(path)),
+      draw_params(params, 1),
+    )
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, gradients, direction)))
+    away = (jax.tree.map(lambda x, d, h=h: x + h * d, params, direction) for h in (1e-5, -1e-5))
+    up, down = (reference(moved, batch)[0] for moved in away)
+    np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6, err_msg=module)
+
+
+@pytest.fixture(scope="module")
+def replicated():
+  trainer = trainer_of(**KEYS | DEEPSEEK, **REPLICATED)
+  before = jax.device_get(trainer.init_state())
+  return before, *take_steps(trainer, before, [batch_of(0), batch_of(1)])
+
+
+def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(replicated):
+  """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
+  before, expected, expected_rows = replicated
+  keys = KEYS | DEEPSEEK | mesh_keys("data=2 context=2 expert=2")
+  trainer = trainer_of(**keys, gradient_accumulation_steps=2)
+  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    assert row.keys() == expected_row.keys()
+    for name, value in expected_row.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+  for leaf, want in zip(*map(jax.tree.leaves, (after.params, expected.params)), strict=True):
+    np.testing.assert_allclose(leaf, want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_experts_of_the_layers_are_balanced_too(replicated):
+  before, after, rows = replicated
+  lengths = [len(tokens_T) for tokens_T, _, _ in documents_of(batch_of(0))]
+  load_NE = rows[0]["expert_load"]
+  assert len(load_NE) == 1 + J
+  num_chosen = config_of(**KEYS | DEEPSEEK).model.moe.num_experts_per_tok
+  for j in range(J):
+    assert np.sum(load_NE[1 + j]) == num_chosen * sum(max(n - 1 - j, 0) for n in lengths)
+    bias = after.params["mtp"][f"layers_{j}"]["layer"]["moe"]["router"]["bias"]
+    assert np.any(bias != before.params["mtp"][f"layers_{j}"]["layer"]["moe"]["router"]["bias"])
+
+
+def test_every_parameter_of_the_layers_is_trained_and_only_norms_do_not_decay(replicated):
+  before, after, _ = replicated
+  moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.params["mtp"], after.params["mtp"])
+  assert all(jax.tree.leaves(moved)), moved
+  decays = decay_mask(before.params)["mtp"]["layers_0"]
+  assert decays["projection"]["kernel"]
+  assert not decays["final_norm"]["scale"]
+
+
+def test_the_layers_change_no_other_initial_parameter(replicated):
+  without = trainer_of(**DEEPSEEK, **REPLICATED).init_state()
+  others = {name: leaf for name, leaf in replicated[0].params.items() if name != "mtp"}
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), others)
+
+
+def test_evaluation_reports_the_acceptance_of_every_layer():
+  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
+  params = jax.tree.map(np.float32, draw_params(trainer.abstract_state.params, 0))
+  sums = compile_eval_step(trainer, np.ones(VOCAB, np.int32))(params, place(trainer, batch))
+  lengths = [len(tokens_T) for tokens_T, _, _ in documents_of(batch)]
+  for j, count in enumerate(sums["draft"]["drafts_J"]):
+    # The last token of a document has no target.
+    assert count == sum(max(length - 2 - j, 0) for length in lengths)
