@@ -10,7 +10,7 @@ import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -24,8 +24,9 @@ except ImportError as error:
   raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
 from maxlite.config import Config, UserError, exit_on_user_error, read_values
-from maxlite.config.schema import DataConfig, build
-from maxlite.data.batch import Batch
+from maxlite.config.json_values import Json, JsonObject
+from maxlite.config.schema import DEFAULTS, DataConfig, build
+from maxlite.data.batch import Batch, DeviceBatch
 from maxlite.data.packing import pad_row
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.evaluation.document_losses import row_sums
@@ -41,6 +42,20 @@ _MIN_LENGTH = 16  # rows are padded to this length, or to the next power of two
 _CHUNK_TOKENS = 2048
 
 _ScoredIds = tuple[list[int], list[int]]  # context, and the continuation that is scored
+
+
+class _Request(Protocol):
+  """An instance of a task of `lm_eval`; the first argument is a string."""
+
+  args: tuple[Json, ...]
+
+
+class _GenerationOptions(NamedTuple):
+  """The generation_kwargs of a request."""
+
+  stop_strings: list[str]
+  num_tokens: int  # new ones, at most
+  sampling: SamplingParams
 
 
 @register_model("maxlite")
@@ -81,7 +96,8 @@ class MaxliteLM(TemplateLM):
     self._model, self._params = load(path, dtype=dtype, mesh=mesh, trust_plugins=trust_plugins)
     data, trained_length = _data_config(str(path))
     self._tokenizer = open_tokenizer(data)
-    self.max_length, self.max_gen_toks = max_length or trained_length, max_gen_toks
+    self.max_length = max_length or trained_length
+    self.max_gen_toks = max_gen_toks
     if not self.max_length:
       raise UserError(f"{path}/config.json has no max_position_embeddings: set max_length")
     num_shards = self._model.sharder.num_shards("activation_batch")
@@ -102,23 +118,33 @@ class MaxliteLM(TemplateLM):
   def tokenizer_name(self) -> str:
     return self._tokenizer.identity
 
-  def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **unused: object
+  ) -> list[int]:
     """Encode `string`, with bos first unless `add_special_tokens` is False."""
+    del unused
     ids = self._tokenizer.encode(string.encode()).tolist()
-    add_bos = self._add_bos if add_special_tokens is None else add_special_tokens
-    return [self._tokenizer.bos, *ids] if add_bos else ids
+    add_bos = add_special_tokens
+    if add_bos is None:
+      add_bos = self._add_bos
+    if add_bos:
+      return [self._tokenizer.bos, *ids]
+    return ids
 
   def _loglikelihood_tokens(
-    self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    self, requests: Sequence[tuple[object, list[int], list[int]]], **unused: object
   ) -> list[tuple[float, bool]]:
     """Return (log-likelihood [nats], whether it is the greedy completion) per continuation."""
+    del unused
     scores = self._scores([(context, scored) for _, context, scored in requests])
     for (cache_key, _, _), score in zip(requests, scores, strict=True):
       if cache_key is not None:
         self.cache_hook.add_partial("loglikelihood", cache_key, score)
     return scores
 
-  def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+  def loglikelihood_rolling(
+    self, requests: list[_Request], disable_tqdm: bool = False
+  ) -> list[float]:
     """Return the log-likelihood [nats] of each string, in the windows that `lm_eval` defines."""
     del disable_tqdm
     windows: list[_ScoredIds] = []
@@ -134,27 +160,45 @@ class MaxliteLM(TemplateLM):
       self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
     return sums.tolist()
 
-  def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+  def generate_until(self, requests: list[_Request], disable_tqdm: bool = False) -> list[str]:
     """Complete each context up to any of its stop strings."""
     del disable_tqdm
+    # The indices of the requests that have the same generation_kwargs.
+    groups: dict[str, list[int]] = {}
+    for n, request in enumerate(requests):
+      kwargs = json.dumps(request.args[1], sort_keys=True)
+      groups.setdefault(kwargs, []).append(n)
     completions = [""] * len(requests)
-    kwargs = [json.dumps(request.args[1], sort_keys=True) for request in requests]
-    for shared in dict.fromkeys(kwargs):  # requests with the same generation_kwargs
-      indices = [n for n, other in enumerate(kwargs) if other == shared]
-      stop_strings, num_tokens, sampling = self._parse(json.loads(shared))
-      max_context = self._engine.max_length - num_tokens
-      if max_context < 1:
-        raise UserError(
-          f"max_gen_toks={num_tokens} leaves no room for a context in max_length={self.max_length}"
-        )
-      prompts = [self.tok_encode(requests[n].args[0])[-max_context:] for n in indices]
-      pairs = zip(indices, prompts, strict=True)
-      index_of = {GenerationRequest(ids, num_tokens, sampling, n): n for n, ids in pairs}
-      batcher, decode = Batcher(self._engine), self._tokenizer.decode
-      for request, text, _ in stream_completions(batcher, index_of, decode, stop_strings):
-        completions[index_of[request]] += text
+    for kwargs, indices in groups.items():
+      contexts = {n: requests[n].args[0] for n in indices}
+      completed = self._complete(contexts, self._parse(json.loads(kwargs)))
+      for n, text in completed.items():
+        completions[n] = text
     for request, text in zip(requests, completions, strict=True):
       self.cache_hook.add_partial("generate_until", request.args, text)
+    return completions
+
+  def _complete(self, contexts: Mapping[int, str], options: _GenerationOptions) -> dict[int, str]:
+    """Return the completion of each context, whose key is the seed of its random numbers."""
+    max_context = self._engine.max_length - options.num_tokens
+    if max_context < 1:
+      raise UserError(
+        f"max_gen_toks={options.num_tokens} leaves no room for a context in "
+        f"max_length={self.max_length}"
+      )
+    index_of = {}
+    for n, context in contexts.items():
+      ids = self.tok_encode(context)[-max_context:]
+      index_of[GenerationRequest(ids, options.num_tokens, options.sampling, n)] = n
+    completions = dict.fromkeys(contexts, "")
+    stream = stream_completions(
+      Batcher(self._engine),
+      index_of,
+      self._tokenizer.decode,
+      options.stop_strings,
+    )
+    for request, text, _ in stream:
+      completions[index_of[request]] += text
     return completions
 
   @functools.cached_property
@@ -167,39 +211,50 @@ class MaxliteLM(TemplateLM):
       stop_token_ids=self._tokenizer.stop_token_ids,
     )
 
-  def _parse(self, kwargs: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
-    """Return (stop strings, max new tokens, sampling parameters) of generation_kwargs."""
-    until = kwargs.pop("until", None) or []
-    stop_strings = [until] if isinstance(until, str) else list(until)
+  def _parse(self, kwargs: JsonObject) -> _GenerationOptions:
+    """Parse generation_kwargs; raises UserError if one is not supported."""
+    stop_strings = kwargs.pop("until", None) or []
+    if isinstance(stop_strings, str):
+      stop_strings = [stop_strings]
     num_tokens = kwargs.pop("max_gen_toks", self.max_gen_toks)
     do_sample = kwargs.pop("do_sample", kwargs.get("temperature", 0) > 0)
     temperature = kwargs.pop("temperature", 1.0)
+    if not do_sample:
+      temperature = 0.0
     try:
-      sampling = SamplingParams(temperature=temperature if do_sample else 0.0, **kwargs)
+      sampling = SamplingParams(temperature=temperature, **kwargs)
     except TypeError:
       raise UserError(
         f"generation_kwargs has {', '.join(kwargs)}; supported are until, max_gen_toks, do_sample, "
         "temperature, top_k, top_p, min_p and repetition_penalty"
       ) from None
-    return stop_strings, num_tokens, sampling
+    return _GenerationOptions(list(stop_strings), num_tokens, sampling)
 
   def _scores(self, pairs: Sequence[_ScoredIds]) -> list[tuple[float, bool]]:
     scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    order = sorted(range(len(pairs)), key=lambda n: -len(pairs[n][0]) - len(pairs[n][1]))
+    # The longest first.
+    order = sorted(range(len(pairs)), key=lambda n: -_num_ids(pairs[n]))
     for start in range(0, len(order), self.batch_size):
       indices = order[start : start + self.batch_size]
       batch = self._batch([pairs[n] for n in indices])
       nll_B, num_greedy_B = jax.device_get(self._score(self._params, batch))
-      for n, nll, num_greedy in zip(indices, nll_B.tolist(), num_greedy_B.tolist(), strict=False):
-        scores[n] = (-nll, num_greedy == len(pairs[n][1]))
+      # Rows that fill up the batch have no request.
+      by_request = zip(indices, nll_B.tolist(), num_greedy_B.tolist(), strict=False)
+      for n, nll, num_greedy in by_request:
+        _, scored = pairs[n]
+        scores[n] = (-nll, num_greedy == len(scored))
     return scores
 
-  def _batch(self, pairs: Sequence[_ScoredIds]) -> Batch:
-    longest = max(len(context) + len(scored) for context, scored in pairs) - 1
-    size = min(max(_MIN_LENGTH, 1 << (longest - 1).bit_length()), self.max_length)
-    rows = [self._row(*pair, size) for pair in pairs]
+  def _batch(self, pairs: Sequence[_ScoredIds]) -> DeviceBatch:
+    """Build a batch with a row for each pair, filled up with rows without targets."""
+    num_positions = max(map(_num_ids, pairs)) - 1
+    power_of_two = 1 << (num_positions - 1).bit_length()
+    size = min(max(_MIN_LENGTH, power_of_two), self.max_length)
+    rows = [self._row(context, scored, size) for context, scored in pairs]
     rows += [self._row([0], [], size)] * (self.batch_size - len(rows))
-    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    stacked = {}
+    for name in rows[0]:
+      stacked[name] = np.stack([row[name] for row in rows])
     sharding = self._model.sharder.sharding(("activation_batch", "activation_length"))
     return jax.device_put(Batch(**stacked), sharding)
 
@@ -215,6 +270,12 @@ class MaxliteLM(TemplateLM):
     return pad_row(ids[:-1], targets, np.array([len(targets)]), size)
 
 
+def _num_ids(pair: _ScoredIds) -> int:
+  """Return the number of ids of a context and its continuation."""
+  context, scored = pair
+  return len(context) + len(scored)
+
+
 def _data_config(path: str) -> tuple[DataConfig, int]:
   """Return (data config with the tokenizer, maximum length or 0 if undefined)."""
   folder, run = open_folder(path)
@@ -225,7 +286,8 @@ def _data_config(path: str) -> tuple[DataConfig, int]:
   if not keys:
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model")
   hf = json.loads((folder / "config.json").read_bytes())
-  return DataConfig(**keys), hf.get("max_position_embeddings", 0)
+  data: DataConfig = build(DataConfig, DEFAULTS | keys)
+  return data, hf.get("max_position_embeddings", 0)
 
 
 def main() -> int:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from maxlite.config import Config, UserError, load_config
+from maxlite.config.json_values import Json
 from maxlite.config.python_values import is_mapping
 from maxlite.config.schema import flatten
 
 
-def change_config(config: Any, overrides: Mapping[str, Any], *, needs_data: bool = True) -> Config:
+def change_config(
+  config: object, overrides: Mapping[str, object], *, needs_data: bool = True
+) -> Config:
   """The config that `config` of `maxlite.train` stands for, with other values.
 
   Args:
@@ -27,7 +30,7 @@ def change_config(config: Any, overrides: Mapping[str, Any], *, needs_data: bool
   return load_config([*_file_names(config), *typed], needs_data=needs_data)
 
 
-def _file_names(config: Any) -> list[str]:
+def _file_names(config: object) -> list[str]:
   """The names of the files that `config` is, one or several."""
   if isinstance(config, str | Path):
     return [str(config)]
@@ -42,7 +45,7 @@ def _file_names(config: Any) -> list[str]:
   return names
 
 
-def to_arguments(values: Mapping[str, Any]) -> list[str]:
+def to_arguments(values: Mapping[str, object]) -> list[str]:
   """Values of Python and NumPy as command-line arguments.
 
   Raises:
@@ -51,7 +54,7 @@ def to_arguments(values: Mapping[str, Any]) -> list[str]:
   return [f"{name}={_text(name, value)}" for name, value in values.items()]
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
   if isinstance(value, str | Path):
     return str(value)
   try:
@@ -62,7 +65,7 @@ def _text(name: str, value: Any) -> str:
     raise UserError(f"{name}: {kind} is not a type of keys; {fix}") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Json:
   """A path as text, or an array of NumPy or JAX as lists of numbers."""
   if isinstance(value, Path):
     return str(value)

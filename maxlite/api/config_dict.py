@@ -1,11 +1,10 @@
 """`maxlite.get_config(...)`: all keys of a config as a `ml_collections.ConfigDict`."""
 
-from typing import Any
-
 from ml_collections import ConfigDict
 
 from maxlite.api.arguments import change_config
 from maxlite.config import UserError
+from maxlite.config.config_field import KeyValue
 from maxlite.config.python_values import MODEL_NAME
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.saved import public_values
@@ -15,7 +14,7 @@ from maxlite.config.values import SECRETS, Setting, find_key
 class FullConfigDict(ConfigDict):
   """All keys of a config except secrets; an unknown key is a UserError with the nearest one."""
 
-  def __setitem__(self, key: str, value: Any) -> None:
+  def __setitem__(self, key: str, value: KeyValue) -> None:
     if self.is_locked and key not in self:
       if key not in SECRETS:
         find_key(Setting(key, str(value), "config"))
@@ -25,7 +24,7 @@ class FullConfigDict(ConfigDict):
     super().__setitem__(key, value)
 
 
-def get_config(config: Any = (), **overrides: Any) -> FullConfigDict:
+def get_config(config: object = (), **overrides: KeyValue) -> FullConfigDict:
   """Return all keys of a config except secrets, to be changed and passed to `maxlite.train`.
 
   The result is locked: to set a key that does not exist is a UserError that gives the nearest one,
@@ -46,7 +45,7 @@ def get_config(config: Any = (), **overrides: Any) -> FullConfigDict:
   return FullConfigDict(values, convert_dict=False, sort_keys=False).lock()
 
 
-def _to_python(value: Any) -> Any:
+def _to_python(value: KeyValue) -> KeyValue:
   """A value of the schema as lists and dicts."""
   if isinstance(value, tuple):
     return [_to_python(element) for element in value]

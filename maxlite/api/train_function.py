@@ -1,10 +1,11 @@
 """`maxlite.train(...)`: the command `python -m maxlite.train` as a function."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxlite.api.arguments import change_config
 from maxlite.config import UserError
+from maxlite.config.config_field import KeyValue
 
 if TYPE_CHECKING:  # they import JAX
   from maxlite.api.trained_run import Run
@@ -12,7 +13,7 @@ if TYPE_CHECKING:  # they import JAX
 
 
 def train(
-  config: Any = (), *, callbacks: "Sequence[str | Callback]" = (), **overrides: Any
+  config: object = (), *, callbacks: "Sequence[str | Callback]" = (), **overrides: KeyValue
 ) -> "Run | dict[str, Run]":
   """Train a config as `python -m maxlite.train` does, on the devices of this process.
 

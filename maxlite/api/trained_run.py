@@ -4,23 +4,25 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from maxlite.api.arguments import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved
+from maxlite.config.config_field import KeyValue
+from maxlite.config.json_values import JsonObject
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
-from maxlite.data.batch import Batch
+from maxlite.data.batch import Batch, HostBatch
 from maxlite.ensemble.run_members import train_members_of
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
-from maxlite.metrics.step_row import step_row
+from maxlite.metrics.step_row import Row, step_row
 from maxlite.metrics.writers import read_rows
 from maxlite.runs.evaluate_run import evaluate_held_out
 from maxlite.runs.open_run import open_weights
@@ -47,7 +49,7 @@ class Run:
   def __repr__(self) -> str:
     """A line for notebooks: the step, the last losses and the folder, without the parameters."""
     parts = [f"step {self.step} of {self.config.run.steps}"]
-    last: dict[str, Any] = {}
+    last: JsonObject = {}
     for row in self.rows:
       last |= row
     for name in ("loss", "eval_loss"):
@@ -69,7 +71,7 @@ class Run:
     return LoadedModel(self.config.model, self.trainer.model, self.trainer.sharder)
 
   @property
-  def rows(self) -> list[dict[str, Any]]:
+  def rows(self) -> list[JsonObject]:
     """The logged rows, oldest first; None is a value that was not finite."""
     return read_rows(run_folder(self.config).metrics)
 
@@ -91,7 +93,7 @@ class Run:
     losses, _ = evaluate_held_out(self.trainer, self.params, self.ema_params, num_batches)
     return losses
 
-  def generate(self, prompts: Sequence[str], **keys: Any) -> list[str]:
+  def generate(self, prompts: Sequence[str], **keys: KeyValue) -> list[str]:
     """The completions of `prompts`, by the moving averages if the run keeps them.
 
     Args:
@@ -115,7 +117,7 @@ class Run:
     trainer = dataclasses.replace(self.trainer, cfg=cfg)
     return Completer(trainer, prompts).complete(params)
 
-  def train_on(self, batches: Iterable[Any]) -> tuple["Run", list[dict[str, Any]]]:
+  def train_on(self, batches: Iterable[Batch | ArrayLike]) -> tuple["Run", list[Row]]:
     """Train on given batches in memory: a step per batch, from a new state of the optimizer.
 
     The files of the run do not change. Keys of `open_run`, such as `learning_rate` and `steps`,
@@ -134,7 +136,7 @@ class Run:
     if phase_plan_of(self.trainer) is not None:
       raise UserError("train_on(...) does not support phases: open a run without them")
     state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for batch in batches:
       placed = self.trainer.place(self._checked(batch))
       inputs = self.trainer.with_extra_inputs(placed)
@@ -149,7 +151,7 @@ class Run:
     )
     return after, rows
 
-  def _checked(self, batch: Any) -> Batch:
+  def _checked(self, batch: Batch | ArrayLike) -> HostBatch:
     """Return the rows of `batch` on this host; UserError unless they fit the trainer."""
     if not isinstance(batch, Batch):
       batch = Batch.of(batch)
@@ -169,7 +171,7 @@ class Run:
         )
     return batch
 
-  def _with(self, **keys: Any) -> Config:
+  def _with(self, **keys: KeyValue) -> Config:
     """The config with other values of `keys`."""
     return load_config(to_arguments(keys), defaults=flatten(self.config), needs_data=False)
 
@@ -198,7 +200,7 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
   )
 
 
-def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
+def open_run(path: str | Path, **overrides: KeyValue) -> Run | dict[str, Run]:
   """Open a run folder with a checkpoint; one of an ensemble gives {name: Run}.
 
   Args:
@@ -220,7 +222,7 @@ def open_run(path: str | Path, **overrides: Any) -> Run | dict[str, Run]:
 
 
 def _open_run(
-  folder: RunFolder, overrides: Mapping[str, Any], command: Config
+  folder: RunFolder, overrides: Mapping[str, KeyValue], command: Config
 ) -> Run | dict[str, Run]:
   """`open_run`, with the keys of this machine from `command`."""
   names = folder.member_names()
@@ -232,7 +234,7 @@ def _open_run(
   return runs
 
 
-def _open_solo_run(folder: RunFolder, overrides: Mapping[str, Any], command: Config) -> Run:
+def _open_solo_run(folder: RunFolder, overrides: Mapping[str, KeyValue], command: Config) -> Run:
   """`_open_run` of a folder that is not an ensemble's."""
   parent, name = os.path.split(folder.place)
   values = {"base_output_directory": parent, "run_name": name, "member": "", **overrides}

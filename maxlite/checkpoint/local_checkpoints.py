@@ -105,7 +105,7 @@ class LocalCheckpoints:
     cfg: CheckpointConfig,
     run_id: str,
     abstract_state: PyTree,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
   ) -> None:
     """Create the folder and determine which slices this process writes.
 

@@ -76,7 +76,7 @@ class Checkpoints:
     self,
     cfg: CheckpointConfig,
     directory: AnyPath,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
   ) -> None:
     """Open the folder, which need not exist.
 

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeAlias
+
+# The value of a key, of the type that the schema gives the key.
+KeyValue: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +15,7 @@ class ConfigField:
 
   doc: str
   # The allowed values, or the allowed elements if the type is a tuple; empty: all.
-  choices: Collection[Any] = ()
+  choices: Collection[KeyValue] = ()
   # The smallest and the largest allowed value; None: no limit.
   low: float | None = None
   high: float | None = None
@@ -26,7 +29,7 @@ class ConfigField:
   secret: bool = False
 
 
-def field(default: Any, doc: str, **metadata: Any) -> Any:
+def field(default: KeyValue, doc: str, **metadata: KeyValue) -> KeyValue:
   """A dataclass field with `ConfigField(doc, **metadata)` under the metadata key "config"."""
   config_field = ConfigField(doc, **metadata)
   return dataclasses.field(

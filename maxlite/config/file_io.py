@@ -8,9 +8,9 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -37,7 +37,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     raise
 
 
-def read_json_object(path: Path, fix: str) -> dict[str, Any]:
+def read_json_object(path: Path, fix: str) -> JsonObject:
   """Read a JSON object; raise UserError that ends in `fix` if the file has none."""
   try:
     value = json.loads(path.read_bytes())

@@ -4,9 +4,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
+from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError, exit_on_user_error, prepare_process, raise_all
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.plugins import import_plugins, refuse_code
@@ -45,8 +46,8 @@ class _Files(NamedTuple):
 def load_config(
   argv: Sequence[str],
   *,
-  config: Any = None,
-  defaults: Mapping[str, Any] = DEFAULTS,
+  config: object = None,
+  defaults: Mapping[str, KeyValue] = DEFAULTS,
   needs_data: bool = True,
 ) -> Config:
   """The checked config of `argv` (without the program's name).
@@ -76,7 +77,7 @@ def main_config(
 
 
 def _resolve(
-  line: CommandLine, config: Any, defaults: Mapping[str, Any], needs_data: bool
+  line: CommandLine, config: object, defaults: Mapping[str, KeyValue], needs_data: bool
 ) -> Config:
   settings: list[Setting] = []
   for layer in read_layers(line, config, defaults):
@@ -96,7 +97,7 @@ def _resolve(
   return resolved
 
 
-def read_layers(line: CommandLine, config: Any, defaults: Mapping[str, Any]) -> list[Layer]:
+def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyValue]) -> list[Layer]:
   """The layers over the defaults, from the weakest: each overrides those before it.
 
   Args:
@@ -126,7 +127,7 @@ def read_layers(line: CommandLine, config: Any, defaults: Mapping[str, Any]) -> 
   ]
 
 
-def _read_files(line: CommandLine, config: Any) -> _Files:
+def _read_files(line: CommandLine, config: object) -> _Files:
   """Read the files of a command line, and the mapping `config` if it is not None."""
   chains = []
   for file in line.files:
@@ -193,7 +194,7 @@ def _chosen_preset(files: Sequence[list[Setting]], typed: Sequence[Setting]) -> 
   return read_preset(chosen)
 
 
-def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, Any]) -> list[Setting]:
+def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, KeyValue]) -> list[Setting]:
   """The model keys of an imported run (hf/conversion.py); empty for other runs."""
   parent = defaults["base_output_directory"]
   name = defaults["run_name"]

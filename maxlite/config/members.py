@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError, raise_all
 from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
@@ -45,7 +46,7 @@ class MemberConfig:
   """One member: the keys that it sets, and the config that would train it alone."""
 
   name: str
-  overrides: dict[str, Any]
+  overrides: dict[str, KeyValue]
   config: Config
 
 
@@ -170,7 +171,7 @@ def _preset(raw: _RawMember) -> list[Setting]:
   return [setting for setting in read_preset(chosen[-1]) if setting.name in allowed]
 
 
-def _own_run(cfg: Config, index: int, name: str) -> dict[str, Any]:
+def _own_run(cfg: Config, index: int, name: str) -> dict[str, KeyValue]:
   """The keys of a member's config that replace those of the ensemble."""
   parent = cfg.run.base_output_directory
   values = flatten(EnsembleConfig())
@@ -194,7 +195,7 @@ def _require_unique_names(raws: Sequence[_RawMember]) -> None:
 
 
 def _require_unique_overrides(members: Sequence[MemberConfig], raws: Sequence[_RawMember]) -> None:
-  by_overrides: dict[frozenset[tuple[str, Any]], _RawMember] = {}
+  by_overrides: dict[frozenset[tuple[str, KeyValue]], _RawMember] = {}
   for member, raw in zip(members, raws, strict=True):
     overrides = frozenset(member.overrides.items())
     if overrides in by_overrides:

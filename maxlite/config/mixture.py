@@ -3,9 +3,8 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from maxlite.config.config_field import ConfigField
+from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.registry import SOURCES
@@ -21,7 +20,7 @@ _DATA_KEYS = {
   "eval_path": "eval_dataset_path",
 }
 # Type and range of all keys of an entry.
-_KEYS: dict[str, tuple[Any, ConfigField]] = {
+_KEYS: dict[str, tuple[object, ConfigField]] = {
   "name": (str, ConfigField("")),
   **{name: (KEYS[key].type, KEYS[key].field) for name, key in _DATA_KEYS.items()},
   "weight": (float, ConfigField("", low=0)),
@@ -87,7 +86,7 @@ class _Entry:
   """A parsed entry of `dataset_mixture`."""
 
   name: str
-  values: Mapping[str, Any]
+  values: Mapping[str, KeyValue]
   source: str  # where the entry is written, for error messages
 
   def error(self, violation: str) -> UserError:
@@ -133,7 +132,7 @@ def _source(data: DataConfig, entries: Sequence[_Entry]) -> MixtureSource:
 
 def _data_of(data: DataConfig, first: _Entry) -> DataConfig:
   """The config of the data that only the source of this entry reads."""
-  values: dict[str, Any] = {"dataset_mixture": ()}
+  values: dict[str, KeyValue] = {"dataset_mixture": ()}
   for name, key in _DATA_KEYS.items():
     if name in first.values:
       values[key] = first.values[name]

@@ -1,7 +1,6 @@
 """The keys of a model that determine which function it computes of its weights."""
 
-from typing import Any
-
+from maxlite.config.config_field import KeyValue
 from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import ModelConfig, TilesConfig, flatten
 from maxlite.config.schema.training_config import ParametrizationConfig
@@ -19,7 +18,7 @@ EXECUTION = {
 }  # fmt: skip
 
 
-def function_keys(cfg: ModelConfig) -> dict[str, Any]:
+def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
   """Return {key: value} of the keys that determine the model's function and are in use."""
   model = cfg.family
   flat = flatten(cfg)

@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 import fsspec
 from etils import epath
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import new_folder
+from maxlite.config.json_values import Json
 
 T = TypeVar("T")
 AnyPath: TypeAlias = Path | epath.Path
@@ -242,7 +243,7 @@ def bucket_of(uri: str) -> str:
   return f"{scheme}://{path.split('/')[0]}"
 
 
-def _remote_file(uri: str, info: dict[str, Any]) -> RemoteFile:
+def _remote_file(uri: str, info: dict[str, Json]) -> RemoteFile:
   """The file that a store describes by `info`, on the store of `uri`."""
   scheme = uri.partition("://")[0]
   version = str(info.get("ETag") or info.get("etag")).strip('"')

@@ -3,9 +3,8 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
-from maxlite.config.config_field import ConfigField
+from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.mixture import check_mixture
 from maxlite.config.raw_values import FrozenMapping
@@ -188,7 +187,7 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   source = _source(cfg, n)
   _require_phase_keys(raw, source, cfg.phasing.initial_phases)
   settings: dict[str, Setting] = {}
-  own: dict[str, Any] = {}  # typed values of the keys of the schema
+  own: dict[str, KeyValue] = {}  # typed values of the keys of the schema
   for key, value in raw.items():
     name = _OPT_TYPE if key == _OPTIMIZER else key
     settings[name] = Setting(name, value, source)
@@ -215,8 +214,8 @@ def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
 
 
 def _optional(
-  settings: Mapping[str, Setting], name: str, kind: type, field: ConfigField, default: Any
-) -> Any:
+  settings: Mapping[str, Setting], name: str, kind: type, field: ConfigField, default: KeyValue
+) -> KeyValue:
   """The typed value of a key of a phase, or `default` if the phase does not set it."""
   if name not in settings:
     return default
@@ -224,13 +223,15 @@ def _optional(
 
 
 def _part(
-  values: Mapping[str, Any], section: OptimizerConfig | TrainingConfig | DataConfig
-) -> dict[str, Any]:
+  values: Mapping[str, KeyValue], section: OptimizerConfig | TrainingConfig | DataConfig
+) -> dict[str, KeyValue]:
   """Those of `values` that are keys of a section."""
   return {key: values[key] for key in flatten(section) if key in values}
 
 
-def _require_phase_keys(raw: FrozenMapping, source: str, initial_phases: Mapping[str, Any]) -> None:
+def _require_phase_keys(
+  raw: FrozenMapping, source: str, initial_phases: Mapping[str, object]
+) -> None:
   """Raise UserError if a key does not belong to phases, or a required one is missing."""
   for key, value in raw.items():
     if key not in _KEYS:
@@ -258,7 +259,7 @@ def _unknown_key(setting: Setting) -> UserError:
   return setting.error(f"is not a phase key; {hint}")
 
 
-def _data(run: DataConfig, own: dict[str, Any]) -> DataConfig:
+def _data(run: DataConfig, own: dict[str, KeyValue]) -> DataConfig:
   """The data of a phase that sets the keys `own`.
 
   Evaluation uses the run's data. If the run holds out documents by a hash of their content, a phase

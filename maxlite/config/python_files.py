@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlite.config.errors import UserError
 from maxlite.config.python_values import is_mapping, mapping_settings
@@ -65,7 +65,7 @@ def python_settings(file: PythonFile, code: bytes) -> list[Setting]:
       sys.path.remove(folder)
 
 
-def _call(get_config: Callable[..., Any] | None, file: PythonFile) -> Any:
+def _call(get_config: Callable[..., object] | None, file: PythonFile) -> object:
   if get_config is None:
     raise UserError(f"{file.path}: has no function get_config; write {_EXAMPLE}")
   if file.argument is None:

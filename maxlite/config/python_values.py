@@ -15,7 +15,7 @@ MODEL_NAME = "model_name"
 
 
 def mapping_settings(
-  values: Mapping[str, Any], source: str, lines: Mapping[str, int] | None = None
+  values: object, source: str, lines: Mapping[str, int] | None = None
 ) -> list[Setting]:
   """The settings of a mapping or an `ml_collections.ConfigDict`, in its order.
 
@@ -30,7 +30,7 @@ def mapping_settings(
   settings = []
   for name, value in _entries(values).items():
     place = source
-    if lines and name in lines:
+    if lines and isinstance(name, str) and name in lines:
       place = f"{source}:{lines[name]}"
     if not isinstance(name, str):
       raise UserError(f"{place}: the key {name!r} is not text; write the name of a key")
@@ -60,7 +60,7 @@ def _require_no_preset(settings: Sequence[Setting]) -> None:
       )
 
 
-def to_raw(value: Any, source: str = "") -> Raw:
+def to_raw(value: object, source: str = "") -> Raw:
   """A value of Python or NumPy as YAML would hold it.
 
   Args:
@@ -80,7 +80,7 @@ def to_raw(value: Any, source: str = "") -> Raw:
   return _scalar_to_raw(value)
 
 
-def _scalar_to_raw(value: Any) -> str:
+def _scalar_to_raw(value: object) -> str:
   if isinstance(value, bool):
     return show(value)
   if isinstance(value, str | Path):
@@ -95,7 +95,7 @@ def _scalar_to_raw(value: Any) -> str:
   raise YamlValueError(f"has the type {kind}; write a number, text, a list or a mapping")
 
 
-def _mapping_to_raw(values: Mapping[Any, Any], source: str) -> FrozenMapping:
+def _mapping_to_raw(values: Mapping[object, object], source: str) -> FrozenMapping:
   entries: dict[str, Raw] = {}
   for key, value in values.items():
     if not isinstance(key, str):
@@ -107,7 +107,7 @@ def _mapping_to_raw(values: Mapping[Any, Any], source: str) -> FrozenMapping:
   return FrozenMapping(entries.items(), source)
 
 
-def is_mapping(value: Any) -> bool:
+def is_mapping(value: object) -> bool:
   """Whether `value` is a mapping or a ConfigDict, which is none to Python."""
   if isinstance(value, Mapping):
     return True
@@ -115,9 +115,9 @@ def is_mapping(value: Any) -> bool:
   return ml_collections is not None and isinstance(value, ml_collections.ConfigDict)
 
 
-def _entries(values: Any) -> Mapping[Any, Any]:
+def _entries(values: Any) -> Mapping[object, object]:
   """The mapping itself, or the entries of a ConfigDict with its references resolved."""
   if isinstance(values, Mapping):
     return values
-  entries: Mapping[Any, Any] = values.to_dict()
+  entries: Mapping[object, object] = values.to_dict()
   return entries

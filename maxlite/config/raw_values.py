@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import yaml
 
@@ -122,7 +121,7 @@ def _mapping_from_yaml(node: yaml.MappingNode, file: str) -> FrozenMapping:
   return FrozenMapping(entries.items(), source)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
   """Format a value, typed or raw, as in YAML and on the command line."""
   if isinstance(value, bool):
     return str(value).lower()
@@ -145,7 +144,7 @@ def abbreviate(text: str) -> str:
   return f"{text[: _MAX_SHOWN // 2]}... ({len(text)} characters)"
 
 
-def _show_element(value: Any) -> str:
+def _show_element(value: object) -> str:
   """`show` within a list or mapping, where YAML needs quotes around some text."""
   if not isinstance(value, str) or (_UNQUOTED.fullmatch(value) and value.lower() != "null"):
     return show(value)

@@ -10,22 +10,25 @@ import dataclasses
 import pkgutil
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from maxlite.config.errors import UserError
+
+# What a table registers: a function, class or value of the kind that the table describes.
+Implementation: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
   """An implementation: the object itself, or "module:attribute"."""
 
-  implementation: Any
+  implementation: Implementation
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
 
 
-class Registry(MutableMapping[str, Any], Generic[EntryT]):
+class Registry(MutableMapping[str, Implementation], Generic[EntryT]):
   """Implementations by name, each with an entry of the type of this table.
 
   `registry[name]` is the implementation, imported if needed, and `registry.entry(name)` its entry.
@@ -40,13 +43,13 @@ class Registry(MutableMapping[str, Any], Generic[EntryT]):
     for name, entry in entries.items():
       self[name] = entry
 
-  def __getitem__(self, name: str) -> Any:
+  def __getitem__(self, name: str) -> Implementation:
     implementation = self._entries[name].implementation
     if isinstance(implementation, str):
       return pkgutil.resolve_name(implementation)
     return implementation
 
-  def __setitem__(self, name: str, entry: Any) -> None:
+  def __setitem__(self, name: str, entry: Implementation) -> None:
     if isinstance(entry, self._entry_type):
       self._entries[name] = entry
     elif name in self._entries:
@@ -75,13 +78,13 @@ class Registry(MutableMapping[str, Any], Generic[EntryT]):
     return self._entries
 
 
-def with_auto(registry: Registry[Any]) -> Mapping[str, Any]:
+def with_auto(registry: Registry[EntryT]) -> Mapping[str, Implementation]:
   """A live view of `registry` that begins with the name "auto"."""
   return ChainMap(registry, {"auto": None})
 
 
 def resolve_backend(
-  key: str, backends: Registry[Any], auto: Mapping[str, str], name: str, platform: str
+  key: str, backends: Registry[EntryT], auto: Mapping[str, str], name: str, platform: str
 ) -> str:
   """The entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
@@ -274,7 +277,7 @@ GROUP_ROUTERS = Registry(
   group_limited_greedy="maxlite.layers.moe.expert_choice:topk_softmax",
   sigmoid_group_topk="maxlite.layers.moe.expert_choice:sigmoid_group_topk",
 )
-ROUTERS: Mapping[str, Any] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
+ROUTERS: Mapping[str, Implementation] = ChainMap(GROUP_ROUTERS, PLAIN_ROUTERS)
 # How tokens reach their experts: see layers/moe/dispatch. Each entry is a `Dispatch`, which states
 # by which keys it is selected; of several that are, the last one is used.
 DISPATCHES = Registry(
@@ -405,8 +408,8 @@ DRAFT_LOSSES = Registry(
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
 TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
-RUN_LOSSES: Mapping[str, Any] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
-LOSSES: Mapping[str, Any] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+RUN_LOSSES: Mapping[str, Implementation] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
+LOSSES: Mapping[str, Implementation] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
 # Features beside the step of a plain run, the innermost first: (TransformRequest) -> StepTransform,
 # or None if the config does not use it; see training/transforms/step_transform.py.
 STEP_TRANSFORMS = Registry(

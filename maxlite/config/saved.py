@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.file_io import write_atomically
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.raw_values import show
@@ -32,13 +32,13 @@ def save_resolved(config: Config, path: Path) -> None:
   write_atomically(path, text)
 
 
-def public_values(config: Config) -> dict[str, Any]:
+def public_values(config: Config) -> dict[str, KeyValue]:
   """{key: value} of all keys that may be saved, shown and sent to trackers: all but secrets."""
   values = flatten(config)
   return {name: value for name, value in values.items() if not KEYS[name].field.secret}
 
 
-def save_keys(values: Mapping[str, Any], path: Path) -> None:
+def save_keys(values: Mapping[str, KeyValue], path: Path) -> None:
   """Write these keys as YAML."""
   text = "# The keys that this run's weights depend on.\n"
   for name, value in values.items():
@@ -46,7 +46,7 @@ def save_keys(values: Mapping[str, Any], path: Path) -> None:
   path.write_text(text, encoding="utf-8")
 
 
-def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
+def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, KeyValue]:
   """Read typed values of all keys from a file of `save_resolved`, which may be a stranger's.
 
   A key that the file lacks has its default. No code that the file names is imported: keys of code
@@ -78,7 +78,7 @@ def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, Any]:
   return values
 
 
-def read_values(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, KeyValue]:
   """Read typed values of all keys from a file of `save_resolved`, only to compare or show them.
 
   Names that plug-ins add are accepted as they are, since no plug-in is imported.
@@ -94,8 +94,8 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def differences(
-  values_a: Mapping[str, Any], values_b: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+  values_a: Mapping[str, KeyValue], values_b: Mapping[str, KeyValue]
+) -> dict[str, tuple[KeyValue, KeyValue]]:
   """{key: (value in a, value in b)} of the keys whose values differ; none of them is a secret."""
   changes = {}
   for name in DEFAULTS:
@@ -112,7 +112,7 @@ def describe_changes(config: Config) -> list[str]:
   return lines
 
 
-def _line(name: str, value: Any) -> str:
+def _line(name: str, value: KeyValue) -> str:
   """`name: value` as a line of YAML."""
   # Escapes non-ASCII text: PyYAML's Unicode output turns some line separators into spaces.
   return yaml.safe_dump({name: value}, width=float("inf"), sort_keys=False)

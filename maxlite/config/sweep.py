@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from maxlite.config.config_field import ConfigField
 from maxlite.config.errors import UserError
@@ -130,7 +129,7 @@ def _choice(values: list[Setting]) -> Callable[[float], Raw]:
   return draw
 
 
-def _between(low: Any, high: Any, kind: type, *, logarithmic: bool) -> Callable[[float], str]:
+def _between(low: float, high: float, kind: type, *, logarithmic: bool) -> Callable[[float], str]:
   """Draw text between two bounds: whole numbers, or 4 significant digits."""
 
   def number(share: float) -> float:

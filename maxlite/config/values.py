@@ -9,11 +9,11 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import yaml
 
-from maxlite.config.config_field import ConfigField
+from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.maxtext_answers import answer_key, answer_value
 from maxlite.config.raw_values import (
@@ -32,12 +32,12 @@ SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
 _ANY_VALUE = ConfigField("")  # no choices and no range
 # The number that a text begins with.
-_NUMBERS: dict[Any, re.Pattern[str]] = {
+_NUMBERS: dict[object, re.Pattern[str]] = {
   int: re.compile(r"\d{1,9}(?!\d)"),
   float: re.compile(r"\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?(?!\d)"),
 }
 # Of each type: what error messages call it, and an example.
-_TYPE_DOCS: dict[Any, tuple[str, str]] = {
+_TYPE_DOCS: dict[object, tuple[str, str]] = {
   int: ("a whole number", "4"),
   float: ("a finite number", "0.5"),
   bool: ("true or false", "true"),
@@ -63,7 +63,7 @@ class Setting:
     return UserError(f"{self.source}: {show_key(self.name, self.raw)} {violation}")
 
 
-def show_key(name: str, value: Any) -> str:
+def show_key(name: str, value: KeyValue) -> str:
   """`key=value` for messages: long values are abbreviated, and secrets hidden.
 
   Names that are like a secret's may be misspellings of it.
@@ -73,7 +73,7 @@ def show_key(name: str, value: Any) -> str:
   return abbreviate(f"{name}={show(value)}")
 
 
-def parse(setting: Setting, *, any_choice: bool = False) -> Any:
+def parse(setting: Setting, *, any_choice: bool = False) -> KeyValue:
   """Convert a raw value to the type of its key and check its choices and range.
 
   Args:
@@ -94,7 +94,7 @@ def parse(setting: Setting, *, any_choice: bool = False) -> Any:
   return parse_as(setting, key.type, field)
 
 
-def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> Any:
+def parse_as(setting: Setting, kind: object, field: ConfigField = _ANY_VALUE) -> KeyValue:
   """`parse` of a value that need not belong to a key: `kind` is a type of the schema."""
   try:
     value = _convert(kind, setting.raw)
@@ -112,8 +112,8 @@ def parse_as(setting: Setting, kind: Any, field: ConfigField = _ANY_VALUE) -> An
 
 
 def parse_entry(
-  raw: FrozenMapping, kinds: Mapping[str, tuple[Any, ConfigField]], source: str
-) -> dict[str, Any]:
+  raw: FrozenMapping, kinds: Mapping[str, tuple[object, ConfigField]], source: str
+) -> dict[str, KeyValue]:
   """`parse_as` of the values of a mapping, whose keys have type and range in `kinds`."""
   values = {}
   for key, value in raw.items():
@@ -150,7 +150,7 @@ def domain(key: SchemaKey) -> str:
   return text
 
 
-def _joined(values: Iterable[Any]) -> str:
+def _joined(values: Iterable[KeyValue]) -> str:
   return ", ".join(show(value) for value in values)
 
 
@@ -163,7 +163,7 @@ def suggest(word: str, options: Iterable[str], otherwise: str = "") -> str:
   return otherwise or f"choose one of {', '.join(options)}"
 
 
-def _wrong_type(setting: Setting, kind: Any) -> str:
+def _wrong_type(setting: Setting, kind: object) -> str:
   """Why a value does not have the type `kind`, with an example: the number it begins with."""
   noun, example = _TYPE_DOCS[kind]
   if kind in _NUMBERS and isinstance(setting.raw, str):
@@ -173,7 +173,7 @@ def _wrong_type(setting: Setting, kind: Any) -> str:
   return f"is not {noun}; write for example {setting.name}={example}"
 
 
-def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
+def _violation(name: str, kind: object, field: ConfigField, value: KeyValue) -> str:
   """Why a value (or an element of it) of the right type is not allowed; empty if it is."""
   if field.choices and value not in field.choices:
     hint = suggest(value, field.choices, "choose one of them")
@@ -187,7 +187,7 @@ def _violation(name: str, kind: Any, field: ConfigField, value: Any) -> str:
   return ""
 
 
-def _convert(kind: Any, raw: Raw) -> Any:
+def _convert(kind: object, raw: Raw) -> KeyValue:
   """`raw` as a `kind`, a type of the schema; ValueError if it is not one."""
   if get_args(kind):
     return _to_tuple(kind, raw)
@@ -206,7 +206,7 @@ def _convert(kind: Any, raw: Raw) -> Any:
   return raw
 
 
-def _to_tuple(kind: Any, raw: Raw) -> tuple[Any, ...]:
+def _to_tuple(kind: object, raw: Raw) -> tuple[KeyValue, ...]:
   """`raw` as a `tuple[X, ...]` or a `tuple[X, Y]`."""
   kinds = get_args(kind)
   items = _split_list(raw, of_mappings=kinds[0] is FrozenMapping)

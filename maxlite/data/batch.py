@@ -1,7 +1,7 @@
 """The batch of a training step: numpy rows of one host, or global arrays."""
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -10,12 +10,10 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from maxlite.config.errors import UserError
 
-# Of one host, of the global batch, or only its shape and dtype.
-BatchField: TypeAlias = np.ndarray | jax.Array | jax.ShapeDtypeStruct
+Field = TypeVar("Field")
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode, Generic[Field]):
   """B rows of T positions, each row packed with segments of documents.
 
   `segment_BT` numbers the segments of a row 1, 2, ... and is 0 in padding; attention is limited to
@@ -23,14 +21,14 @@ class Batch:
   same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32.
   """
 
-  tokens_BT: BatchField
-  targets_BT: BatchField
-  segment_BT: BatchField
-  position_BT: BatchField
-  weight_BT: BatchField
+  tokens_BT: Field
+  targets_BT: Field
+  segment_BT: Field
+  position_BT: Field
+  weight_BT: Field
 
-  @classmethod
-  def of(cls, tokens_BT: ArrayLike, segment_BT: ArrayLike | None = None) -> "Batch":
+  @staticmethod
+  def of(tokens_BT: ArrayLike, segment_BT: ArrayLike | None = None) -> "Batch[np.ndarray]":
     """Build a batch in which every token predicts the next one of its segment.
 
     Args:
@@ -64,13 +62,18 @@ class Batch:
     start_or_0_BT = np.where(is_start_BT, column_1T, 0)
     start_BT = np.maximum.accumulate(start_or_0_BT, axis=1)
     position_BT = np.where(segment_BT > 0, column_1T - start_BT, 0)
-    return cls(
+    return Batch(
       tokens_BT=tokens_BT,
       targets_BT=np.where(has_next_BT, next_BT, 0),
       segment_BT=segment_BT,
       position_BT=position_BT.astype(np.int32),
       weight_BT=has_next_BT.astype(np.float32),
     )
+
+
+HostBatch = Batch[np.ndarray]  # The rows of one host.
+DeviceBatch = Batch[jax.Array]  # The global batch.
+AbstractBatch = Batch[jax.ShapeDtypeStruct]
 
 
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
@@ -83,7 +86,9 @@ def _integers(name: str, values: ArrayLike) -> np.ndarray:
   return array.astype(np.int32)
 
 
-def abstract_batch(shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None) -> Batch:
+def abstract_batch(
+  shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None
+) -> AbstractBatch:
   """Return the shapes, dtypes and sharding of a [B, T] batch."""
 
   def abstract(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
@@ -127,7 +132,9 @@ def local_rows(sharding: jax.sharding.Sharding, global_shape: tuple[int, int]) -
   return contiguous_rows(row_slices, num_rows)
 
 
-def to_global(local: Batch, sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> Batch:
+def to_global(
+  local: HostBatch, sharding: jax.sharding.Sharding, shape: tuple[int, int]
+) -> DeviceBatch:
   """Assemble the global batch from each host's `local_rows` (numpy, all positions)."""
 
   def place(x_BT: np.ndarray) -> jax.Array:

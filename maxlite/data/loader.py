@@ -14,7 +14,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.config.mixture import mixture_of
 from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import Batch, HostBatch
 from maxlite.data.host_batches import BatchSchedule, HostBatches, prefetch, read_once
 from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
@@ -70,12 +70,12 @@ class DataLoader:
     """Return the training batches from the first, without end."""
     return TrainStream(self)
 
-  def eval_batches(self, num_batches: int = -1) -> Iterator[Batch]:
+  def eval_batches(self, num_batches: int = -1) -> Iterator[HostBatch]:
     """Yield the batches of `eval_batches_by_source`, one source after the other."""
     by_source = self.eval_batches_by_source(num_batches)
     return itertools.chain.from_iterable(by_source.values())
 
-  def eval_batches_by_source(self, num_batches: int = -1) -> dict[str, Iterator[Batch]]:
+  def eval_batches_by_source(self, num_batches: int = -1) -> dict[str, Iterator[HostBatch]]:
     """Return, by source, one pass over its first `num_batches` (-1: all) held-out batches.
 
     Every call gives the same batches. Rows are in a fixed random order, so that the first batches
@@ -100,7 +100,7 @@ class DataLoader:
         )
     return batches
 
-  def document_batches(self) -> Iterator[tuple[np.ndarray, Batch]]:
+  def document_batches(self) -> Iterator[tuple[np.ndarray, HostBatch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
 
     `document_B` covers the rows of all hosts, and is shorter than the batch at the end.
@@ -157,7 +157,7 @@ class DataLoader:
     rows: RowSource,
     vocabulary: VocabularyCheck,
     selected: slice = slice(None),
-  ) -> Iterator[Batch]:
+  ) -> Iterator[HostBatch]:
     """Yield the `selected` batches of `rows` in this order."""
     batches = HostBatches(
       order=order,
@@ -227,7 +227,7 @@ class TrainStream:
     cfg = self._data.cfg
     self._iterator = prefetch(remaining, cfg.grain_prefetch_buffer_size, cfg.grain_worker_count)
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> HostBatch:
     batch = Batch(**next(self._iterator))
     self._num_taken += 1
     return batch

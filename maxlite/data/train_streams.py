@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import DataConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import HostBatch
 from maxlite.data.loader import DataLoader, TrainStream
 
 
@@ -28,7 +28,7 @@ class TrainStreams:
       self._readers[objective] = reader
     self._streams = {reader: data[reader].train_stream() for reader in reader_by_config.values()}
 
-  def take(self, objective: str) -> Batch:
+  def take(self, objective: str) -> HostBatch:
     """Return the next batch of the objective's stream."""
     return next(self._stream(objective))
 

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
@@ -18,6 +19,7 @@ from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
 from maxlite.ensemble.member_program import MemberProgram, abstract_tree, variables_of
 from maxlite.ensemble.planner import Plan, choose
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_not_donated
 
 
@@ -28,9 +30,18 @@ class Prediction(NamedTuple):
   deep ensembles, section 2.4 (members as a mixture of equal weights).
   """
 
-  mean: Any
-  members: Any  # with a leading axis Z
-  disagreement: Any  # standard deviation over the members
+  mean: PyTree
+  members: PyTree  # with a leading axis Z
+  disagreement: PyTree  # standard deviation over the members
+
+
+class EnsembleOptions(TypedDict, total=False):
+  """Keyword arguments of `Ensemble` beside those that a factory returns."""
+
+  strategy: str
+  devices: Sequence[jax.Device] | None
+  own_batches: bool
+  memory_gb: float
 
 
 class Ensemble:
@@ -45,12 +56,12 @@ class Ensemble:
     members: Sequence[Member],
     loss: Loss,
     *,
-    predict: Callable[[nn.Module, Any], Any] = call_model,
+    predict: Callable[[nn.Module, PyTree], PyTree] = call_model,
     strategy: str = "auto",
     devices: Sequence[jax.Device] | None = None,
     own_batches: bool = False,
     memory_gb: float = 0.0,
-    base: Any = None,
+    base: PyTree = None,
   ):
     """
     Args:
@@ -92,7 +103,7 @@ class Ensemble:
     *,
     num_workers: int = 0,
     checkpoint_period: int = 100,
-    **options: Any,
+    **options: Unpack[EnsembleOptions],
   ) -> "Ensemble":
     """An ensemble that other processes can build, as the strategy `processes` requires.
 
@@ -115,7 +126,7 @@ class Ensemble:
     )
     return ensemble
 
-  def init(self, example_batch: Any) -> Any:
+  def init(self, example_batch: PyTree) -> PyTree:
     """The state before the first step; chooses the strategy and sets `plan`."""
     self._batch = abstract_tree(example_batch)
     if self._own_batches:
@@ -146,7 +157,7 @@ class Ensemble:
     self.plan, self._engine = choose(request, self._strategy, self._memory_gb)
     return self._engine.init()
 
-  def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+  def step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
     """(state, {metric: [Z]}): the members' losses, `diverged`, and what all members log.
 
     Raises:
@@ -158,13 +169,13 @@ class Ensemble:
       state, metrics = engine.step(state, batch)
     return state, metrics.common
 
-  def member_states(self, state: Any) -> dict[str, Any]:
+  def member_states(self, state: PyTree) -> dict[str, PyTree]:
     """Every member's state, in the form of a solo run."""
     with self._explain_errors(state) as engine:
       states = engine.unpack(state)
       return dict(zip(self.names, states, strict=True))
 
-  def member_params(self, state: Any, name: str) -> Any:
+  def member_params(self, state: PyTree, name: str) -> PyTree:
     """The member's variables, in the form of its `module.init`."""
     if name not in self.names:
       raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
@@ -172,13 +183,13 @@ class Ensemble:
       z = self.names.index(name)
       return variables_of(engine.take(state, z))
 
-  def abstract_states(self) -> dict[str, Any]:
+  def abstract_states(self) -> dict[str, PyTree]:
     """Shapes and dtypes of `member_states`, for restoring a checkpoint of them."""
     if self._engine is None:
       raise UserError("the ensemble has no state yet: call init(example_batch) first")
     return dict(zip(self.names, self._engine.abstract, strict=True))
 
-  def best(self, values_Z: Any) -> str:
+  def best(self, values_Z: ArrayLike) -> str:
     """The name of the member with the lowest value, such as `metrics["loss"]`.
 
     Raises:
@@ -196,7 +207,7 @@ class Ensemble:
     finite_Z = np.where(is_finite_Z, values_Z, np.nan)
     return self.names[int(np.nanargmin(finite_Z))]
 
-  def load_states(self, states: dict[str, Any]) -> Any:
+  def load_states(self, states: dict[str, PyTree]) -> PyTree:
     """The state built from copies of the members' states, as `member_states` returns them.
 
     Raises:
@@ -212,7 +223,7 @@ class Ensemble:
       copies = jax.device_put(own, may_alias=False)
       return engine.pack(copies)
 
-  def predict(self, state: Any, inputs: Any) -> Prediction:
+  def predict(self, state: PyTree, inputs: PyTree) -> Prediction:
     """The members' predictions, their mean and their standard deviation.
 
     Raises:
@@ -239,7 +250,7 @@ class Ensemble:
       disagreement=jax.tree.map(lambda leaf: jnp.std(leaf, axis=0), members),
     )
 
-  def _check_batch(self, batch: Any) -> None:
+  def _check_batch(self, batch: PyTree) -> None:
     """Raise UserError if the batch has another structure, shape or dtype than that of `init`."""
     if self._own_batches:
       self._check_own_batches(batch)
@@ -250,7 +261,7 @@ class Ensemble:
         "batches of one structure, shape and dtype"
       )
 
-  def _check_own_batches(self, batch: Any) -> None:
+  def _check_own_batches(self, batch: PyTree) -> None:
     """Raise UserError if a leaf of the batch does not have an entry per member."""
     num_members = len(self.members)
     for leaf in jax.tree.leaves(batch):
@@ -262,7 +273,7 @@ class Ensemble:
         )
 
   @contextlib.contextmanager
-  def _explain_errors(self, state: Any) -> Iterator[EnsembleEngine]:
+  def _explain_errors(self, state: PyTree) -> Iterator[EnsembleEngine]:
     """Yield the engine; raise UserError where it fails because of the state that it was given."""
     if self._engine is None:
       raise UserError("the ensemble has no state yet: call init(example_batch) first")
@@ -300,12 +311,12 @@ def _check_names(names: Sequence[str]) -> None:
     raise UserError(f"two members are called {name}; give each a different name")
 
 
-def _describe(batch: Any) -> Any:
+def _describe(batch: PyTree) -> PyTree:
   """Dtype and shape of every leaf, such as `f32[8,2]`."""
   return jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), batch)
 
 
-def _in_form_of(state: Any, abstract: Any, name: str) -> Any:
+def _in_form_of(state: PyTree, abstract: PyTree, name: str) -> PyTree:
   """The member's state with the containers of `abstract`, whose leaves it must have."""
   given = _describe_leaves(state)
   needed = _describe_leaves(abstract)
@@ -324,10 +335,10 @@ class _Leaf(NamedTuple):
 
   path: str
   shape: tuple[int, ...]
-  dtype: Any
+  dtype: np.dtype
 
 
-def _describe_leaves(tree: Any) -> list[_Leaf]:
+def _describe_leaves(tree: PyTree) -> list[_Leaf]:
   described = []
   for path, leaf in jax.tree.leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config import Config
+from maxlite.config.json_values import JsonObject
 from maxlite.config.members import MemberConfig
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
@@ -28,6 +29,7 @@ from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.optim.build import number_names, numbers_of
 from maxlite.optim.schedules import with_schedule_steps
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.step.train_step import StepParts
 from maxlite.training.model_weights import read_parameters
@@ -96,7 +98,7 @@ class ConfigPrograms:
     self._firsts.setdefault(group, program)
     return program
 
-  def _read_parameters(self, cfg: Config, placement: Placement) -> Any:
+  def _read_parameters(self, cfg: Config, placement: Placement) -> PyTree:
     return read_parameters(self._trainer(cfg, placement, frozenset()))
 
   def _placed(self, cfg: Config, placement: Placement) -> Config:
@@ -105,7 +107,7 @@ class ConfigPrograms:
     is_divided = placement.num_parts * placement.copies > 1
     if num_devices == len(self._devices) and not is_divided:
       return cfg
-    degrees: dict[str, Any] = {}
+    degrees: JsonObject = {}
     if is_divided or num_devices == 1:
       for axis in MESH_AXES:
         degrees[f"ici_{axis}_parallelism"] = 1
@@ -241,10 +243,10 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
   model = trainer.model
   eval_step = build_eval_step(model, trainer.cfg.training, jnp.asarray(num_bytes_V))
 
-  def init_variables(seed: Seed, params: Any) -> dict[str, Any]:
+  def init_variables(seed: Seed, params: PyTree) -> dict[str, PyTree]:
     return {"params": trainer.init_params(seed, params)}
 
-  def start(variables: dict[str, Any], seed: Seed) -> TrainState:
+  def start(variables: dict[str, PyTree], seed: Seed) -> TrainState:
     return trainer.first_state(variables["params"], seed)
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
@@ -256,7 +258,7 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
     )
     return jax.nn.log_softmax(cast(jax.Array, logits_BTV))
 
-  def evaluate(state: TrainState, batch: Batch) -> dict[str, Any]:
+  def evaluate(state: TrainState, batch: Batch) -> dict[str, PyTree]:
     sums = eval_step(state.params, batch)
     averages = averaged_params(state)
     if averages is not None:

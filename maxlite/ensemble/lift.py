@@ -1,11 +1,10 @@
 """N copies of any Linen module as one module, by `nn.vmap`."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.pytree import PyTree
 
 
 def lift(module: nn.Module, num_members: int) -> nn.Module:
@@ -34,7 +33,7 @@ class _LiftedModule(nn.Module):
   def setup(self) -> None:
     nn.share_scope(self, self.module)  # its variables keep their paths
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
     # The inputs are not arguments of the lifted function, because they need not be arrays.
     run = nn.vmap(
       lambda module: module(*args, **kwargs),
@@ -54,11 +53,11 @@ class _LiftedModule(nn.Module):
     return result
 
 
-def _has_names(leaf: Any) -> bool:
+def _has_names(leaf: PyTree) -> bool:
   return isinstance(leaf, nn.meta.AxisMetadata)
 
 
-def _with_names(leaf: Any) -> Any:
+def _with_names(leaf: PyTree) -> PyTree:
   """The variable with logical names, if the module gave it none."""
   if _has_names(leaf):
     return leaf

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,6 +22,7 @@ from maxlite.ensemble.member_program import (
   variables_of,
 )
 from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_scalars, check_unreserved
 from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import TrainState, init_state
@@ -39,8 +39,8 @@ def build_programs(
   members: Sequence[Member],
   loss: Loss,
   predict: Loss,
-  example_batch: Any,
-  base: Any = None,
+  example_batch: PyTree,
+  base: PyTree = None,
 ) -> list[MemberProgram]:
   """The members' programs; members with equal modules share what depends on the module only.
 
@@ -55,7 +55,7 @@ def build_programs(
 class _Builder:
   """Builds the functions of each module once."""
 
-  def __init__(self, loss: Loss, predict: Loss, example_batch: Any, base: Any):
+  def __init__(self, loss: Loss, predict: Loss, example_batch: PyTree, base: PyTree):
     self._loss = loss
     self._predict = predict
     self._batch = example_batch
@@ -103,7 +103,7 @@ class _Builder:
     self._firsts.setdefault(key, program)
     return program
 
-  def _read_base(self) -> Any:
+  def _read_base(self) -> PyTree:
     return self._base
 
   def _build(
@@ -164,9 +164,9 @@ def _update_key(member: Member) -> Hashable:
 class _ModuleFunctions:
   """What depends on a module and its loss only."""
 
-  init_variables: Callable[[Seed, Any], dict[str, Any]]  # as in `MemberFunctions`
+  init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
   gradients: Callable[..., GradientResult]
-  predict: Callable[[TrainState, Any], Any]
+  predict: Callable[[TrainState, PyTree], PyTree]
   labels: Labels  # by parameter, whether it is trained
   frozen: frozenset[str]  # paths of the parameters that are not trained
 
@@ -176,8 +176,8 @@ class _ModuleFunctions:
     member: Member,
     loss: Loss,
     predict: Loss,
-    batch: Any,
-    base: Any,
+    batch: PyTree,
+    base: PyTree,
   ) -> "_ModuleFunctions":
     """Raise UserError if the model has no parameters, or `base` and `train` do not fit it."""
     model = member.model
@@ -195,14 +195,14 @@ class _ModuleFunctions:
     if base is not None:
       _check_base(base, params, frozen, model)
 
-    def init_variables(seed: Seed, start_params: Any) -> dict[str, Any]:
+    def init_variables(seed: Seed, start_params: PyTree) -> dict[str, PyTree]:
       variables = init(jax.random.key(seed), batch)
       drawn = dict(_without(variables, sown))
       if start_params is not None:
         drawn["params"] = _replace_params(drawn["params"], start_params)
       return drawn
 
-    def predict_one(state: TrainState, inputs: Any) -> Any:
+    def predict_one(state: TrainState, inputs: PyTree) -> PyTree:
       apply = nn.apply(predict, model)
       return apply(variables_of(state), inputs)
 
@@ -219,7 +219,7 @@ class _ModuleFunctions:
     """The functions of a member with this optimizer."""
     tx = partitioned(tx, self.labels)
 
-    def start(variables: dict[str, Any], seed: Seed) -> TrainState:
+    def start(variables: dict[str, PyTree], seed: Seed) -> TrainState:
       collections = dict(variables)
       params = collections.pop("params")
       opt_state = tx.init(params)
@@ -252,7 +252,7 @@ def _report_divergence(parts: StepParts) -> Callable:
   return update
 
 
-def _check_base(base: Any, params: Any, frozen: frozenset[str], model: nn.Module) -> None:
+def _check_base(base: PyTree, params: PyTree, frozen: frozenset[str], model: nn.Module) -> None:
   """Raise UserError if `base` has a parameter that the model lacks, or lacks a frozen one."""
   name = type(model).__name__
   given = flatten_dict(base, sep="/")
@@ -270,7 +270,7 @@ def _check_base(base: Any, params: Any, frozen: frozenset[str], model: nn.Module
     raise UserError(f"base lacks {missing[0]}, which is frozen: give it, or train it")
 
 
-def _replace_params(drawn: Any, given: Any) -> Any:
+def _replace_params(drawn: PyTree, given: PyTree) -> PyTree:
   """`drawn`, which may have logical names, with the parameters of `given` in their places."""
   flat = flatten_dict(drawn)
   for path, leaf in flatten_dict(given).items():
@@ -283,13 +283,13 @@ def _replace_params(drawn: Any, given: Any) -> Any:
 def _sown_variables(
   model: nn.Module,
   loss: Loss,
-  variables: Any,
+  variables: PyTree,
   mutable: Sequence[str],
-  batch: Any,
+  batch: PyTree,
 ) -> frozenset[tuple[str, ...]]:
   """Paths of the variables that grow with every call, as by `Module.sow`: not part of the state."""
 
-  def run(variables: Any, keys: dict[str, jax.Array]) -> Any:
+  def run(variables: PyTree, keys: dict[str, jax.Array]) -> PyTree:
     apply = nn.apply(loss, model, mutable=mutable)
     return apply(variables, batch, rngs=keys)
 
@@ -306,9 +306,9 @@ def _sown_variables(
 
 
 def _without(
-  variables: Mapping[str, Any],
+  variables: Mapping[str, PyTree],
   paths: frozenset[tuple[str, ...]],
-) -> Mapping[str, Any]:
+) -> Mapping[str, PyTree]:
   """The variables except those at `paths`."""
   if not paths:
     return variables
@@ -317,7 +317,7 @@ def _without(
   return unflatten_dict(kept)
 
 
-def identity(value: Any, modules: dict[Any, int] | None = None) -> Hashable:
+def identity(value: object, modules: dict[Hashable, int] | None = None) -> Hashable:
   """A key that only values share with which a module computes the same.
 
   Equality does not suffice: 1 == 1.0 == True, 0.0 == -0.0, a dataclass may leave fields out of it,
@@ -358,23 +358,23 @@ class _LinenLoss(LossFunction):
 
   def forward(
     self,
-    params: Any,
-    collections: Any,
-    batch: Any,
+    params: PyTree,
+    collections: PyTree,
+    batch: PyTree,
     key: jax.Array,
-    extra: Mapping[str, Any],
-  ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
+    extra: Mapping[str, PyTree],
+  ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
     run = nn.apply(self.loss, self.model, mutable=self.mutable)
     variables = {"params": params, **collections}
     result, updated = run(variables, batch, rngs={"params": key})
     loss = result
-    metrics: dict[str, Any] = {}
+    metrics: Mapping[str, jax.Array] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
     place = f"the model {type(self.model).__name__}"
     check_scalars({"loss": loss}, place)
     check_unreserved(metrics, _STEP_METRICS, place)
-    return (loss, metrics), _without(updated, self.sown)
+    return (loss, dict(metrics)), _without(updated, self.sown)
 
   def combine(
     self,

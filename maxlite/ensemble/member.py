@@ -4,15 +4,16 @@ import dataclasses
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypedDict, TypeGuard
 
 import flax.linen as nn
 import optax
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.pytree import PyTree
 
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
-Loss = Callable[[nn.Module, Any], Any]
+Loss = Callable[[nn.Module, PyTree], PyTree]
 OptimizerFunction = Callable[..., optax.GradientTransformation]
 Optimizer: TypeAlias = optax.GradientTransformation | OptimizerFunction
 
@@ -35,7 +36,7 @@ class Member:
   optimizer: Optimizer
   seed: int = 0
   name: str = ""
-  hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  hyperparameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
   train: Sequence[str] | None = None
 
   def __post_init__(self) -> None:
@@ -87,11 +88,11 @@ class Member:
     return numbers
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _not_an_instance(field: str, value: Any, kind: str) -> UserError:
+def _not_an_instance(field: str, value: object, kind: str) -> UserError:
   name = getattr(value, "__name__", type(value).__name__)
   remedy = ""
   if callable(value) and not isinstance(value, nn.Module):
@@ -108,7 +109,7 @@ class MemberFactory:
   path: str  # package.module:function
   num_workers: int  # the number of processes; 0: one per member, up to the number of cores
   checkpoint_period: int  # steps between the snapshots from which a restarted worker resumes
-  example_batch: Any = None  # of one member
+  example_batch: PyTree = None  # of one member
 
   def __post_init__(self) -> None:
     if self.num_workers < 0 or self.checkpoint_period < 1:
@@ -118,8 +119,17 @@ class MemberFactory:
       )
 
 
-def call_factory(path: str) -> dict[str, Any]:
-  """{members, loss, predict}, as returned by the function.
+class EnsembleParts(TypedDict):
+  """What a factory returns: arguments of `Ensemble`."""
+
+  members: Sequence[Member]
+  loss: Loss
+  predict: Callable[[nn.Module, PyTree], PyTree]
+  base: PyTree
+
+
+def call_factory(path: str) -> EnsembleParts:
+  """What the function returns, with the defaults of `predict` and `base`.
 
   Raises:
     UserError: there is no such function, or it returns something else.
@@ -135,9 +145,14 @@ def call_factory(path: str) -> dict[str, Any]:
   known = required | {"predict", "base"}
   if not isinstance(ensemble, dict) or not required <= set(ensemble) <= known:
     raise UserError(f"{path} must return a dict of members, loss and, optionally, predict, base")
-  return {"predict": call_model, "base": None, **ensemble}
+  return EnsembleParts(
+    members=ensemble["members"],
+    loss=ensemble["loss"],
+    predict=ensemble.get("predict", call_model),
+    base=ensemble.get("base"),
+  )
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: PyTree) -> PyTree:
   """The default `predict`."""
   return model(inputs)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepParts
 
@@ -33,17 +34,17 @@ class MemberFunctions:
 
   # (seed, parameters to start from or None) -> {"params": ..., other collections}, in which
   # parameters may have logical names (`nn.Partitioned`).
-  init_variables: Callable[[Seed, Any], dict[str, Any]]
+  init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]
   # (variables without logical names, seed) -> the state before the first step
-  start: Callable[[dict[str, Any], Seed], TrainState]
+  start: Callable[[dict[str, PyTree], Seed], TrainState]
   # The step of each phase in its two parts. There is one if the member has no phases.
   phases: tuple[StepParts, ...]
   # The step of the phase that is due.
   step: Step
   # (state, inputs) -> what is compared between members
-  predict: Callable[[TrainState, Any], Any]
+  predict: Callable[[TrainState, PyTree], PyTree]
   # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`; None: there is none.
-  evaluate: Callable[[TrainState, Any], Any] | None = None
+  evaluate: Callable[[TrainState, PyTree], PyTree] | None = None
   # Paths of the parameters that no phase trains.
   frozen: frozenset[str] = frozenset()
   # The schedule of phases; None: the member has none.
@@ -51,10 +52,10 @@ class MemberFunctions:
   # The sharder of a module that has a mesh.
   sharder: Sharder | None = None
   # The shardings of the state and of a batch, on a mesh of several devices.
-  shardings: Any = None
+  shardings: PyTree = None
   batch_sharding: NamedSharding | None = None
 
-  def init(self, seed: Seed, params: Any = None) -> TrainState:
+  def init(self, seed: Seed, params: PyTree = None) -> TrainState:
     """The state before the first step; `params` replace those that are drawn."""
     return self.start(meta.unbox(self.init_variables(seed, params)), seed)
 
@@ -88,7 +89,7 @@ class MemberProgram:
   # Equal for members whose frozen parameters are equal; None if that is not known.
   base: Hashable = None
   # Reads the parameters that the member starts from; None: it draws all.
-  base_params: Callable[[], Any] | None = None
+  base_params: Callable[[], PyTree] | None = None
   # By phase, the FLOPs of a step; empty if they are not known.
   flops: Sequence[float] = ()
 
@@ -103,7 +104,7 @@ class MemberProgram:
     return self.like().abstract_state
 
   @property
-  def shardings(self) -> Any:
+  def shardings(self) -> PyTree:
     """The sharding of that state, on a mesh of several devices."""
     return self.like().shardings
 
@@ -115,7 +116,7 @@ class MemberProgram:
   def seed_array(self) -> np.ndarray:
     return seed_array(self.seed)
 
-  def read_base_params(self) -> Any:
+  def read_base_params(self) -> PyTree:
     """The parameters that the member starts from; None if it draws all."""
     if self.base_params is None:
       return None
@@ -128,15 +129,15 @@ def seed_array(seed: int) -> np.ndarray:
   return np.array(operator.index(seed) % 2**64, np.uint64).astype(dtype)
 
 
-def abstract_tree(tree: Any) -> Any:
+def abstract_tree(tree: PyTree) -> PyTree:
   """Shapes and dtypes of a tree of arrays."""
 
-  def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  def abstract(leaf: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf))
 
   return jax.tree.map(abstract, tree)
 
 
-def variables_of(state: TrainState) -> dict[str, Any]:
+def variables_of(state: TrainState) -> dict[str, PyTree]:
   """A member's variables, in the form of its `module.init`."""
   return {"params": state.params, **(state.collections or {})}

@@ -1,15 +1,16 @@
 """The loss of each held-out document."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.data.loader import DataLoader
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models import Decoder
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.cross_entropy import chunks
 from maxlite.training.trainer import Trainer
 
@@ -22,10 +23,10 @@ class _Chunk(NamedTuple):
   weight_Bt: jax.Array
 
 
-def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
+def loss_row(sums_X: np.ndarray) -> dict[str, float]:
   """The sums of `document_losses` by name, and bits per byte."""
   num_tokens, num_bytes, nll, *ema_nll = sums_X.tolist()
-  row: dict[str, Any] = {"tokens": int(num_tokens), "bytes": int(num_bytes), "nll": nll}
+  row: dict[str, float] = {"tokens": int(num_tokens), "bytes": int(num_bytes), "nll": nll}
   if num_bytes:
     row["bits_per_byte"] = bits_per_byte(nll, num_bytes)
   if ema_nll:
@@ -36,7 +37,7 @@ def loss_row(sums_X: np.ndarray) -> dict[str, Any]:
 
 
 def document_losses(
-  trainer: Trainer, params: Any, data: DataLoader, averages: Any = None
+  trainer: Trainer, params: PyTree, data: DataLoader, averages: PyTree = None
 ) -> np.ndarray:
   """Sum over each held-out document in float64: predicted tokens, their bytes, their NLL [nats].
 
@@ -49,7 +50,7 @@ def document_losses(
   num_bytes_V = jnp.asarray(data.source.num_bytes_V)
   chunk_tokens = trainer.cfg.training.logits_chunk_tokens
 
-  def step(params: Any, batch: Batch) -> jax.Array:
+  def step(params: PyTree, batch: DeviceBatch) -> jax.Array:
     """[B, 3]: of each row the number of predicted tokens, their bytes and their NLL."""
     is_target_BT = batch.weight_BT > 0
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
@@ -81,19 +82,20 @@ def document_losses(
 
 
 def row_sums(
-  model: Decoder, params: Any, batch: Batch, chunk_tokens: int
+  model: Decoder, params: PyTree, batch: DeviceBatch, chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
   """Return (nll_B [nats] of the targets, number of targets that are the most likely token).
 
   At most `chunk_tokens` tokens per device have logits at once.
   """
-  x_BTD, _ = model.apply(
+  result: PyTree = model.apply(
     {"params": params},
     batch.tokens_BT,
     batch.segment_BT,
     batch.position_BT,
     method=model.hidden,
   )
+  x_BTD, _ = result
   num_rows, length = batch.tokens_BT.shape
   rows_per_device = num_rows // model.sharder.num_shards("activation_batch")
   size = min(max(chunk_tokens // rows_per_device, 1), length)
@@ -103,7 +105,7 @@ def row_sums(
     return chunks(x_BT.swapaxes(0, 1), size).swapaxes(1, 2)
 
   def sums(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    logits_BtV = model.apply({"params": params}, chunk.x_BtD, method=model.logits)
+    logits_BtV: PyTree = model.apply({"params": params}, chunk.x_BtD, method=model.logits)
     targets_Bt1 = chunk.targets_Bt[..., None]
     target_Bt1 = jnp.take_along_axis(logits_BtV, targets_Bt1, axis=-1)
     partition_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)

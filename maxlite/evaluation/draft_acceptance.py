@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.layers.linear import matmul
 from maxlite.models.draft import draft_weight, shift_left
 from maxlite.sharding import Sharder
@@ -19,7 +19,7 @@ from maxlite.training.loss import Hidden
 
 def acceptance_sums(
   hidden: Hidden,
-  batch: Batch,
+  batch: DeviceBatch,
   chunk_tokens: int,
   sharder: Sharder,
 ) -> dict[str, jax.Array]:
@@ -31,7 +31,7 @@ def acceptance_sums(
   section 2, for greedy decoding.
   """
   own_BT = argmax_token(hidden.x_BTD, hidden.w_DV, chunk_tokens, sharder)
-  drafted_BTJ = argmax_token(hidden.y_BTJD, hidden.w_DV, chunk_tokens, sharder)
+  drafted_BTJ = argmax_token(hidden.drafted_BTJD, hidden.w_DV, chunk_tokens, sharder)
   num_heads = drafted_BTJ.shape[-1]
   weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
   counts_BTJ = weight_BTJ > 0

@@ -7,26 +7,26 @@ multi-token prediction it counts how many drafts speculative decoding would acce
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config.schema import TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch, HostBatch
 from maxlite.data.loader import DataLoader
 from maxlite.evaluation.draft_acceptance import acceptance_sums
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models import Decoder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.loss import next_token, run_forward
 from maxlite.training.trainer import Trainer
 
 # Sums over the tokens of one or more batches: scalars by name, and those of draft heads.
-Sums = dict[str, Any]
+Sums = dict[str, PyTree]
 # (parameters, batch) -> sums
-EvalStep = Callable[[Any, Batch], Sums]
+EvalStep = Callable[[PyTree, DeviceBatch], Sums]
 
 
 def build_evaluation(
@@ -47,9 +47,9 @@ def build_evaluation(
 def evaluate(
   trainer: Trainer,
   eval_step: EvalStep,
-  params: Any,
-  batches: Mapping[str, Iterable[Batch]],
-  averages: Any = None,
+  params: PyTree,
+  batches: Mapping[str, Iterable[HostBatch]],
+  averages: PyTree = None,
 ) -> dict[str, float]:
   """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
 
@@ -60,7 +60,7 @@ def evaluate(
       `eval_loss/SOURCE` is the loss of each.
   """
 
-  def sums(host_batch: Batch) -> Sums:
+  def sums(host_batch: HostBatch) -> Sums:
     batch = trainer.place(host_batch)
     found = eval_step(params, batch)
     if averages is not None:
@@ -122,8 +122,8 @@ def _results(sums: Sums) -> dict[str, float]:
 
 def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> EvalStep:
   """The compiled evaluation step, on the trainer's mesh."""
-  num_bytes_V = jnp.asarray(num_bytes_V)
-  return jax.jit(build_eval_step(trainer.model, trainer.cfg.training, num_bytes_V))
+  step = build_eval_step(trainer.model, trainer.cfg.training, jnp.asarray(num_bytes_V))
+  return jax.jit(step)
 
 
 def build_eval_step(model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array) -> EvalStep:
@@ -133,7 +133,7 @@ def build_eval_step(model: Decoder, cfg: TrainingConfig, num_bytes_V: jax.Array)
   """
   has_drafts = model.cfg.num_draft_heads + model.cfg.mtp_num_layers > 0
 
-  def eval_step(params: Any, batch: Batch) -> Sums:
+  def eval_step(params: PyTree, batch: DeviceBatch) -> Sums:
     hidden = run_forward(model, params, batch, jitter_key=None, drafts=has_drafts)
     sums = next_token(hidden, batch, cfg, model.sharder)
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)

@@ -8,11 +8,11 @@ Source: DeepSeek-V3 (2024), section 3.3.2, and the code published with its weigh
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json
 from maxlite.hf.hf_folder import DTYPES, TensorEntry
 
 METHOD = "fp8"  # the quant_method of config.json
@@ -41,13 +41,13 @@ class BlockFp8Entry(TensorEntry):
     return (values_RC * scale_RC).astype(DTYPES[self.dtype])
 
 
-def block_shape_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
+def block_shape_of(quantization: Mapping[str, Json]) -> tuple[int, int]:
   """Return the shape of a block, given `quantization_config` of config.json.
 
   Raises:
     UserError: the scales are not those of blocks, or the numbers not e4m3.
   """
-  shape = quantization.get("weight_block_size")
+  shape: Json = quantization.get("weight_block_size")
   is_pair = isinstance(shape, list) and len(shape) == 2
   if not is_pair or not all(isinstance(size, int) and size > 0 for size in shape):
     raise UserError(

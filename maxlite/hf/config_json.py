@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 
 NEVER_OFF = object()  # equal to no value
 
@@ -14,8 +14,8 @@ class ConfigJson:
 
   def __init__(
     self,
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    values: Mapping[str, Json],
+    defaults: Mapping[str, Json],
     nullable: Collection[str] = (),
     prefix: str = "",
   ):
@@ -38,7 +38,7 @@ class ConfigJson:
     self._read.add(name)
     return name in self._values
 
-  def __getitem__(self, name: str) -> Any:
+  def __getitem__(self, name: str) -> Json:
     """Return the value of a key, or its default.
 
     Raises:
@@ -59,16 +59,16 @@ class ConfigJson:
       remedy = "write a value"
     raise UserError(f"config.json has {self._prefix}{name}=null, which has no meaning: {remedy}")
 
-  def get(self, name: str) -> Any:
+  def get(self, name: str) -> Json:
     """Return the value of a key, its default, or None."""
     self._read.add(name)
     return self._values.get(name, self._defaults.get(name))
 
-  def default(self, name: str) -> Any:
+  def default(self, name: str) -> Json:
     """Return the default of a key, or None."""
     return self._defaults.get(name)
 
-  def require(self, **values: Any) -> None:
+  def require(self, **values: Json) -> None:
     """Raise UserError unless each key has this value, or is missing without another default."""
     for name, value in values.items():
       is_missing = name not in self._values and name not in self._defaults
@@ -97,14 +97,14 @@ class Key:
   ours: str
   theirs: str
   # Our value for null, in families that have the key in `nullable`.
-  null: Any = None
+  null: Json = None
   # Our value for "none". config.json writes null for it and must not have the value itself.
-  off: Any = NEVER_OFF
+  off: Json = NEVER_OFF
   # Another spelling of the key in config.json, which wins where a file has both.
   alias: str = ""
 
 
-def read_keys(keys: Sequence[Key], hf: ConfigJson) -> dict[str, Any]:
+def read_keys(keys: Sequence[Key], hf: ConfigJson) -> JsonObject:
   """Return our keys with the values of config.json."""
   values = {}
   for key in keys:
@@ -119,7 +119,7 @@ def read_keys(keys: Sequence[Key], hf: ConfigJson) -> dict[str, Any]:
   return values
 
 
-def write_keys(keys: Sequence[Key], flat: Mapping[str, Any]) -> dict[str, Any]:
+def write_keys(keys: Sequence[Key], flat: Mapping[str, Json]) -> JsonObject:
   """Return the keys of config.json with the values of our flat keys; the inverse of read_keys."""
   values = {}
   for key in keys:

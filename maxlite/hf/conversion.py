@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.command_line import without_files
 from maxlite.config.file_io import new_folder
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
@@ -40,6 +40,7 @@ from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
 from maxlite.metrics.waits import report_wait
 from maxlite.runs.open_run import checkpoint_step
 from maxlite.runs.saved_run import config_of_run, run_folder
+from maxlite.sharding.pytree import PyTree
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
@@ -115,7 +116,7 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   return line
 
 
-def _export_tokenizer(cfg: DataConfig, target: Path) -> dict[str, Any]:
+def _export_tokenizer(cfg: DataConfig, target: Path) -> JsonObject:
   """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
   tokenizer = open_tokenizer(cfg)
   chat = open_chat(cfg, tokenizer)
@@ -189,7 +190,7 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
   layer: Index = ()
   if is_layer:
     layer = index[:1]
-  module: dict[str, Any] = {"kernel": part}
+  module: dict[str, PyTree] = {"kernel": part}
   for name in ADAPTER:
     adapter = f"{parent}{name}/kernel"
     rest = whole(stored.leaves[adapter]["shape"][len(layer) :])
@@ -197,7 +198,9 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
   return np.asarray(merge_lora(module, lora_alpha)["kernel"])
 
 
-def _trained(adapters: Mapping[str, Any], cfg: Config) -> dict[str, Any]:
+def _trained(
+  adapters: Mapping[str, jax.ShapeDtypeStruct], cfg: Config
+) -> dict[str, jax.ShapeDtypeStruct]:
   """Return the adapters that were trained: their second matrix is not zero."""
   stored = _stored_parameters(cfg)  # a separate reader, since `verify` counts every read
   found = {}
@@ -224,7 +227,7 @@ def _require_same_weights(
         )
 
 
-def _require_unchanged(keys: Mapping[str, Any], flat: Mapping[str, Any], file: str) -> None:
+def _require_unchanged(keys: Mapping[str, Json], flat: Mapping[str, Json], file: str) -> None:
   """Raise UserError unless `flat` has the values of `keys`; its vocabulary may be larger."""
   for name, value in keys.items():
     found = flat[name]
@@ -295,6 +298,6 @@ def _created_at(place: str) -> Iterator[Path]:
       yield folder
 
 
-def _count(params: Mapping[str, Any]) -> int:
+def _count(params: Mapping[str, jax.ShapeDtypeStruct]) -> int:
   """Return the number of elements of {path: array}."""
   return sum(math.prod(leaf.shape) for leaf in params.values())

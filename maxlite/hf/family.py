@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
@@ -78,11 +78,11 @@ DECODER_KEYS = (
 )
 
 
-def _nothing_more(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _nothing_more(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   return {}
 
 
-def _no_more_keys(cfg: ModelConfig) -> dict[str, Any]:
+def _no_more_keys(cfg: ModelConfig) -> JsonObject:
   return {}
 
 
@@ -110,12 +110,12 @@ class HfFamily:
   block: Sequence[TensorRule]  # the rules of a layer
   keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
   # The values of our keys that all models of the family share.
-  ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  ours: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   # Values of missing keys: those of the config class in transformers, and its `rope_theta`.
-  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   nullable: Sequence[str] = ()  # keys of config.json that may be null
   # Keys that config.json must have with these values, or lack without another default.
-  required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  required: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   activation: str = "silu"
   activation_key: str = "hidden_act"
   activation_aliases: Sequence[str] = ()  # values of that key that mean the same activation
@@ -127,10 +127,10 @@ class HfFamily:
   aux_loss_key: str = ""  # load balance loss weight, written but not read
   # What keys cannot express: more of our keys, given config.json and our keys so far; and more keys
   # of config.json, given our config.
-  extra_from_hf: Callable[[ConfigJson, Mapping[str, Any]], dict[str, Any]] = _nothing_more
-  extra_to_hf: Callable[[ModelConfig], dict[str, Any]] = _no_more_keys
-  rope_from_hf: Callable[[ConfigJson], dict[str, Any]] = rope_from_hf
-  rope_to_hf: Callable[[ModelConfig], dict[str, Any]] = rope_to_hf
+  extra_from_hf: Callable[[ConfigJson, Mapping[str, Json]], JsonObject] = _nothing_more
+  extra_to_hf: Callable[[ModelConfig], JsonObject] = _no_more_keys
+  rope_from_hf: Callable[[ConfigJson], JsonObject] = rope_from_hf
+  rope_to_hf: Callable[[ModelConfig], JsonObject] = rope_to_hf
   extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = _no_more_rules
   # Given our config, {the end of a tensor's name: n} of tensors whose rows are n groups, each with
   # the n-th part of every parameter that they hold.
@@ -141,7 +141,7 @@ class HfFamily:
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
-  def config_from_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+  def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:
     """Return our keys for the content of a config.json.
 
     Raises:
@@ -164,7 +164,8 @@ class HfFamily:
       "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
       "logits_via_embedding": hf["tie_word_embeddings"],
     }
-    keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf) | self.ours
+    keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf)
+    keys.update(self.ours)
     if keys.get("mscale") and not model.latent_attention:
       raise UserError(
         f"config.json has mscale_all_dim={keys['mscale']}, but maxlite supports it only for latent "
@@ -179,7 +180,7 @@ class HfFamily:
     hf.require_no_others(WITHOUT_EFFECT | set(self.unread))
     return keys
 
-  def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
+  def config_to_hf(self, cfg: ModelConfig) -> JsonObject:
     """Return the content of a config.json; the inverse of `config_from_hf`."""
     hf = write_keys((*DECODER_KEYS, *self.keys), flatten(cfg))
     hf |= {

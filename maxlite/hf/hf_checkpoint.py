@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
@@ -33,7 +33,11 @@ Read = Callable[[str, Index], np.ndarray]  # reads the part of the parameter `pa
 
 
 def params_from_hf(
-  directory: Path, family: HfFamily, cfg: ModelConfig, vocab_size: int, params: Mapping[str, Any]
+  directory: Path,
+  family: HfFamily,
+  cfg: ModelConfig,
+  vocab_size: int,
+  params: Mapping[str, jax.ShapeDtypeStruct],
 ) -> dict[str, ChunkedArray]:
   """Return {path: ChunkedArray} for `params`, {path: abstract array}, of the weights.
 
@@ -94,7 +98,7 @@ def write_weights(
   directory: Path,
   family: HfFamily,
   cfg: ModelConfig,
-  params: Mapping[str, Any],
+  params: Mapping[str, jax.ShapeDtypeStruct],
   read: Read,
   **options: int,
 ) -> None:
@@ -116,7 +120,7 @@ def described(mappings: Sequence[TensorMapping]) -> dict[str, tuple[np.dtype, tu
 def write_tensors(
   writer: FolderWriter | TensorFile,
   mappings: Sequence[TensorMapping],
-  params: Mapping[str, Any],
+  params: Mapping[str, jax.ShapeDtypeStruct],
   read: Read,
 ) -> None:
   """Write the tensors of `mappings` and close the writer; see write_weights."""
@@ -131,7 +135,7 @@ def write_tensors(
 def _write_layer(
   writer: FolderWriter | TensorFile,
   mappings: Sequence[TensorMapping],
-  params: Mapping[str, Any],
+  params: Mapping[str, jax.ShapeDtypeStruct],
   read: Read,
 ) -> None:
   """Write the tensors of `mappings`, which are of the same parameters and in the same layer."""
@@ -193,7 +197,10 @@ def _require_fit(name: str, shape: tuple[int, ...], tensor: TensorEntry) -> None
 
 
 def _chunked(
-  path: str, mappings: list[TensorMapping], tensors: Mapping[str, TensorEntry], leaf: Any
+  path: str,
+  mappings: list[TensorMapping],
+  tensors: Mapping[str, TensorEntry],
+  leaf: jax.ShapeDtypeStruct,
 ) -> ChunkedArray:
   """Return the parameter `path`, read from the tensors of `mappings`, in the type of `leaf`."""
   shape = tuple(leaf.shape)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, ModelConfig
@@ -18,7 +18,7 @@ from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 LARGE = 10**6  # sizes up to this are plausible
 
 
-def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
+def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   """Return (family, our keys) for a Hugging Face folder.
 
   Raises:
@@ -48,7 +48,7 @@ def model_keys(directory: Path) -> tuple[HfFamily, dict[str, Any]]:
   return family, typed
 
 
-def _require_readable(quantization: Any, family: HfFamily, file: Path) -> None:
+def _require_readable(quantization: Json, family: HfFamily, file: Path) -> None:
   """Raise UserError unless weights that are quantized in this way can be read."""
   method = None
   if isinstance(quantization, dict):
@@ -59,7 +59,7 @@ def _require_readable(quantization: Any, family: HfFamily, file: Path) -> None:
     raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
 
 
-def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
+def find_family(cfg: ModelConfig) -> tuple[HfFamily, JsonObject]:
   """Return (family, config.json) from which the model of `cfg` can be read back.
 
   Raises:
@@ -89,7 +89,7 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, dict[str, Any]]:
   raise UserError(f"{reason}: this model cannot be exported")
 
 
-def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
+def _require_plausible(keys: Mapping[str, Json], directory: Path) -> None:
   """Raise UserError for a size larger than all weights, before anything of that size is built."""
   tensors = read_tensors(directory)
   num_weights = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -102,7 +102,7 @@ def _require_plausible(keys: Mapping[str, Any], directory: Path) -> None:
       )
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: Json) -> Json:
   """Return a value as the command line would have it, so that it is checked in the same way."""
   if isinstance(value, tuple | list):
     return tuple(map(_as_text, value))

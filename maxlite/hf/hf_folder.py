@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
+from maxlite.config.json_values import Json, JsonObject
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -122,7 +122,7 @@ class TensorFile:
     self._file.close()
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> JsonObject:
   """Read config.json; raise UserError if it is missing or not a JSON object."""
   if not directory.is_dir():
     raise UserError(
@@ -212,7 +212,7 @@ class FolderWriter:
       file.close()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Json) -> None:
   """Write `value` as indented JSON with a final newline."""
   path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig, flatten
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
 
@@ -26,7 +26,7 @@ ROPE_KEYS: dict[str, Sequence[Key]] = {
     Key("mscale", "mscale"),
   ),
 }
-ROPE_REQUIRED = {
+ROPE_REQUIRED: dict[str, JsonObject] = {
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
   "yarn": {"beta_slow": 1},
 }
@@ -38,7 +38,7 @@ ROPE_UNUSED = {
 }  # fmt: skip
 
 
-def rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
+def rope_from_hf(hf: ConfigJson) -> JsonObject:
   """Return our keys of the rotary embedding.
 
   Newer files have `rope_parameters`, older ones `rope_theta` and, if scaled, `rope_scaling`, which
@@ -48,7 +48,7 @@ def rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
   return read_rope(rope, hf, name)
 
 
-def rope_values(hf: ConfigJson) -> tuple[str, dict[str, Any]]:
+def rope_values(hf: ConfigJson) -> tuple[str, JsonObject]:
   """Return (key of config.json, object) of the rotary embedding, with its base and share."""
   name = "rope_scaling"
   rope = dict_of(hf, "rope_scaling")
@@ -64,7 +64,7 @@ def rope_values(hf: ConfigJson) -> tuple[str, dict[str, Any]]:
   return name, rope
 
 
-def dict_of(hf: ConfigJson, name: str) -> dict[str, Any]:
+def dict_of(hf: ConfigJson, name: str) -> JsonObject:
   """Return a copy of the object at `name`; of the default if it is missing or null."""
   value = hf.get(name)
   if value is None:
@@ -76,7 +76,7 @@ def dict_of(hf: ConfigJson, name: str) -> dict[str, Any]:
   return dict(value)
 
 
-def read_rope(values: dict[str, Any], hf: ConfigJson, name: str) -> dict[str, Any]:
+def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
   """Return our keys of the rotary embedding `values`, which config.json has as `name`."""
   kind = values.get("rope_type", values.get("type", "default"))
   if kind not in ROPE_KEYS:
@@ -112,7 +112,7 @@ def read_rope(values: dict[str, Any], hf: ConfigJson, name: str) -> dict[str, An
   return keys
 
 
-def _complete_yarn(values: Mapping[str, Any], hf: ConfigJson) -> dict[str, Any]:
+def _complete_yarn(values: Mapping[str, Json], hf: ConfigJson) -> JsonObject:
   """Return `values` with defaults, and one `mscale` in place of two.
 
   The rotated channels are scaled by 0.1 ln(factor) + 1 unless both are set and not zero. Latent
@@ -140,7 +140,7 @@ def _complete_yarn(values: Mapping[str, Any], hf: ConfigJson) -> dict[str, Any]:
   return yarn
 
 
-def _require_derived_attention_factor(yarn: Mapping[str, Any]) -> None:
+def _require_derived_attention_factor(yarn: Mapping[str, Json]) -> None:
   """Raise UserError unless `attention_factor` is missing or the one that yarn derives."""
   given = yarn.get("attention_factor")
   if given is None:
@@ -155,7 +155,7 @@ def _require_derived_attention_factor(yarn: Mapping[str, Any]) -> None:
     )
 
 
-def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> dict[str, Any]:
+def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> JsonObject:
   """Return our keys of the rotary embeddings of a family with local and global layers.
 
   Newer files have `rope_parameters` by layer type, older ones `rope_theta` and `rope_scaling` for
@@ -190,7 +190,7 @@ def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> dict[str,
   return keys | {"local_rope_max_timescale": timescale}
 
 
-def layered_rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def layered_rope_to_hf(cfg: ModelConfig) -> JsonObject:
   """Return `rope_parameters` by layer type, and the older form of the global layers' keys."""
   keys = rope_to_hf(cfg)
   local = cfg.rope.local_rope_max_timescale or cfg.rope.rope_max_timescale
@@ -201,7 +201,7 @@ def layered_rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   return keys | {"rope_parameters": ropes}
 
 
-def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def rope_to_hf(cfg: ModelConfig) -> JsonObject:
   """Return both forms of config.json, for tools that read only the older one."""
   rope = cfg.rope
   types = {ours: theirs for theirs, ours in ROPE_TYPES.items()}

@@ -3,12 +3,12 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from maxlite.config.file_io import read_json_object, require_own_file
+from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import ByteTokenizer
@@ -58,10 +58,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_tokenizer(
   cfg: DataConfig, bos: int, stop_token_ids: Sequence[int], target: Path
-) -> dict[str, Any]:
+) -> JsonObject:
   """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
   eos = stop_token_ids[0]
-  ids: dict[str, Any] = {_BOS: bos, _EOS: eos}
+  ids: JsonObject = {_BOS: bos, _EOS: eos}
   if len(stop_token_ids) > 1:
     ids[_EOS] = list(stop_token_ids)
   _write_files(cfg, bos, eos, target)

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from maxlite.config.schema import (
   FLOAT_TYPES,
   MESH_AXES,
   DataConfig,
-  MeshConfig,
   ModelConfig,
   build,
 )
@@ -35,6 +33,7 @@ from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import DTYPES
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.model_weights import ModelWeights, RunWeights
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -49,7 +48,7 @@ class LoadedModel:
 
   def apply(
     self,
-    params: Mapping[str, Any],
+    params: Mapping[str, PyTree],
     tokens_BT: jax.Array,
     *,
     segment_ids: jax.Array | None = None,
@@ -63,11 +62,12 @@ class LoadedModel:
         is one document.
       positions: [B, T], from 0 within each document.
     """
-    variables: Mapping[str, Any] = {"params": params}
+    variables: Mapping[str, PyTree] = {"params": params}
     if set(params) == {"params"}:
       variables = params
     arrays = jax.tree.map(jnp.asarray, (tokens_BT, segment_ids, positions))  # None stays None
-    return self.decoder.apply(variables, *arrays)
+    logits_BTV: PyTree = self.decoder.apply(variables, *arrays)
+    return logits_BTV
 
 
 def load(
@@ -78,7 +78,7 @@ def load(
   plugins: Sequence[str] = (),
   trust_plugins: bool = False,
   member: str = "",
-) -> tuple[LoadedModel, dict[str, Any]]:
+) -> tuple[LoadedModel, dict[str, PyTree]]:
   """Return (model, parameters) of a run's latest checkpoint or of a folder with config.json.
 
   The parameters are those that were trained, not their moving averages.
@@ -127,20 +127,17 @@ def open_folder(path: str) -> tuple[Path, RunFolder | None]:
   return run.directory, run
 
 
-def trainer_of_model(
-  model: ModelConfig, mesh: Mesh | Mapping[str, int] | None = None, **sections: Any
-) -> Trainer:
-  """Build a Trainer of `model` on `mesh` or one device, with other `sections` of Config."""
+def trainer_of_model(model: ModelConfig, mesh: Mesh | Mapping[str, int] | None = None) -> Trainer:
+  """Build a Trainer of `model` on `mesh` or one device."""
   degrees, devices = _devices(mesh)
-  ici = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
-  cfg: Config = build(Config, DEFAULTS)
+  keys = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
+  keys |= {"dcn_data_parallelism": 1, "sharding_tolerance": 1}
+  cfg: Config = build(Config, DEFAULTS | keys)
   length = 2 * max(degrees.get("context", 1), model.num_draft_heads + 1)
   cfg = dataclasses.replace(
     cfg,
     model=model,
-    mesh=dataclasses.replace(MeshConfig(dcn_data_parallelism=1, sharding_tolerance=1), **ici),
     data=DataConfig(max_target_length=length, per_device_batch_size=1),
-    **sections,
   )
   return build_trainer(cfg, devices)
 
@@ -167,8 +164,8 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
 
 
 def _load_run(
-  folder: RunFolder, dtype: str | None, mesh: Any, command: Config
-) -> tuple[Trainer, dict[str, Any]]:
+  folder: RunFolder, dtype: str | None, mesh: Mesh | Mapping[str, int] | None, command: Config
+) -> tuple[Trainer, dict[str, PyTree]]:
   """Return (trainer, parameters) of a run's checkpoint, in `dtype` if it is given."""
   weights = RunWeights(folder.place, command)
   model = weights.model
@@ -180,7 +177,9 @@ def _load_run(
   return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
 
 
-def _load_hf(folder: Path, dtype: str | None, mesh: Any) -> tuple[Trainer, dict[str, Any]]:
+def _load_hf(
+  folder: Path, dtype: str | None, mesh: Mesh | Mapping[str, int] | None
+) -> tuple[Trainer, dict[str, PyTree]]:
   """Return (trainer, parameters) of a Hugging Face folder, in `dtype` if it is given."""
   weights = HfWeights(folder, dtype=dtype)
   trainer = trainer_of_model(weights.model, mesh)
@@ -203,7 +202,7 @@ class HfWeights(ModelWeights):
     validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
     self.model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
 
-  def read(self, trainer: Trainer) -> dict[str, Any]:
+  def read(self, trainer: Trainer) -> dict[str, PyTree]:
     """Return the parameters, placed as those of `trainer`."""
     leaves = leaves_by_path(trainer.abstract_state.params)
     num_rows = self.model.vocab_size

@@ -4,7 +4,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import jax
 
 from maxlite.config.errors import UserError
 from maxlite.config.model_families import MODELS
@@ -28,7 +29,7 @@ def write_adapter(
   family: HfFamily,
   cfg: ModelConfig,
   base: str,
-  params: Mapping[str, Any],
+  params: Mapping[str, jax.ShapeDtypeStruct],
   read: Read,
 ) -> None:
   """Write the adapters `params`, {path: abstract array}, into the existing `directory`.

@@ -5,8 +5,9 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, split_range
@@ -182,7 +183,7 @@ class LayerPlace(NamedTuple):
 
   number: int  # from 0, in the order of the forward pass
   path: str  # the prefix of its parameters' paths, without a slash at the end
-  index: tuple[int, ...]  # its index in the stack if layers are scanned, otherwise empty
+  stack_index: tuple[int, ...]  # its index in the stack if layers are scanned, otherwise empty
 
 
 def layers(cfg: ModelConfig) -> list[LayerPlace]:
@@ -212,7 +213,7 @@ def _stack_places(
 
 
 def tensor_mappings(
-  family: HfFamily, cfg: ModelConfig, params: Mapping[str, Any]
+  family: HfFamily, cfg: ModelConfig, params: Mapping[str, jax.ShapeDtypeStruct]
 ) -> list[TensorMapping]:
   """Map all tensors of a model with `params`, {path: abstract array}, layer by layer.
 
@@ -227,7 +228,7 @@ def tensor_mappings(
     prefix = family.layer_prefix.format(layer=layer.number)
     for rule in block:
       layer_rule = dataclasses.replace(rule, theirs=prefix + rule.theirs)
-      mappings += _mappings(layer_rule, f"{layer.path}/", layer.index, params)
+      mappings += _mappings(layer_rule, f"{layer.path}/", layer.stack_index, params)
   mapped: set[str] = set()
   for mapping in mappings:
     mapped.update(mapping.paths)
@@ -279,7 +280,7 @@ def tensor_shapes(mappings: Sequence[TensorMapping]) -> dict[str, tuple[int, ...
 
 
 def _mappings(
-  rule: TensorRule, prefix: str, index: tuple[int, ...], params: Mapping[str, Any]
+  rule: TensorRule, prefix: str, index: tuple[int, ...], params: Mapping[str, jax.ShapeDtypeStruct]
 ) -> list[TensorMapping]:
   """Return the mappings of one rule; none if the model does not have its parameters."""
   paths = tuple(prefix + path for path in rule.paths)

@@ -10,13 +10,14 @@ Source: Komatsuzaki et al., Sparse Upcycling (2022), section 3.
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.config import Config, UserError, load_config
+from maxlite.config.json_values import JsonObject
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
@@ -59,7 +60,7 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
   block = dense.model.decoder_block
   if block not in MIXTURES:
     raise UserError(f"decoder_block={block} cannot be upcycled, only {', '.join(MIXTURES)} can")
-  keys: dict[str, Any] = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
+  keys: JsonObject = {"base_moe_mlp_dim": dense.model.base_mlp_dim, "model_name": ""}
   keys |= KEYS
   keys |= MIXTURES[block]
   defaults = flatten(dense) | keys
@@ -76,7 +77,7 @@ def upcycled_config(dense: Config, argv: Sequence[str], run_name: str) -> Config
 
 
 def upcycled_params(
-  stored: StoredParameters, read: Read, params: Mapping[str, Any], cfg: Config
+  stored: StoredParameters, read: Read, params: Mapping[str, jax.ShapeDtypeStruct], cfg: Config
 ) -> dict[str, ChunkedArray]:
   """Return {path: ChunkedArray} for the mixture's `params`, {path: abstract array}.
 
@@ -91,7 +92,7 @@ def upcycled_params(
   return upcycled
 
 
-def _router(path: str, leaf: Any, seed: int) -> ChunkedArray:
+def _router(path: str, leaf: jax.ShapeDtypeStruct, seed: int) -> ChunkedArray:
   """Return a random router with the shape and type of `leaf`."""
   shape = tuple(leaf.shape)
   dtype = np.dtype(leaf.dtype)
@@ -99,7 +100,9 @@ def _router(path: str, leaf: Any, seed: int) -> ChunkedArray:
   return ChunkedArray(shape, dtype, shape, chunks)
 
 
-def _copy(path: str, leaf: Any, stored: StoredParameters, read: Read, cfg: Config) -> ChunkedArray:
+def _copy(
+  path: str, leaf: jax.ShapeDtypeStruct, stored: StoredParameters, read: Read, cfg: Config
+) -> ChunkedArray:
   """Return the mixture's parameter `path`, copied from the dense model's."""
   shape = tuple(leaf.shape)
   num_layers = 0

@@ -12,6 +12,7 @@ from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
+from maxlite.layers.partitioned import partitioned
 from maxlite.layers.rope import RopeTables, apply_rope, scale_queries, score_factor
 from maxlite.layers.sharded_attention import attend
 from maxlite.sharding import ROWS, Sharder
@@ -154,7 +155,7 @@ class Attention(nn.Module):
     """sink_H, if the family has attention sinks."""
     if not self.cfg.family.sinks:
       return None
-    init = nn.with_logical_partitioning(nn.initializers.zeros, ("q_heads",))
+    init = partitioned(nn.initializers.zeros, ("q_heads",))
     shape = (self.cfg.base_num_query_heads,)
     return self.param("sinks_bias", init, shape, jnp.dtype(self.cfg.weight_dtype))
 

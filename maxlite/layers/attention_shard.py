@@ -1,19 +1,24 @@
 """What attention on one shard of the mesh gets, whatever the context-parallel strategy."""
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 
+Leaf = TypeVar("Leaf")
 
-class ShardOperands(NamedTuple):
-  """The arrays of one shard; lower-case axes are its parts."""
 
-  q_bthc: jax.Array
-  k_bsgc: jax.Array  # Of the shard's positions, or of all positions for `all_gather`.
-  v_bsgc: jax.Array
-  sink_h: jax.Array | None
-  segment_bt: jax.Array  # Of the shard's positions.
-  segment_bS: jax.Array  # Of all positions.
+class OperandTree(NamedTuple, Generic[Leaf]):
+  """One leaf for each operand of attention; lower-case axes are parts of a shard."""
+
+  q_bthc: Leaf
+  k_bsgc: Leaf  # Of the shard's positions, or of all positions for `all_gather`.
+  v_bsgc: Leaf
+  sink_h: Leaf | None
+  segment_bt: Leaf  # Of the shard's positions.
+  segment_bS: Leaf  # Of all positions.
+
+
+ShardOperands = OperandTree[jax.Array]  # The arrays of one shard.
 
 
 class AttentionOptions(NamedTuple):

@@ -16,13 +16,12 @@ as `recurrent`, arrays whose first axis is the row; no position can be removed f
 layers are scanned, every leaf has a leading N.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.kernels.attention.cached import BlockMask
+from maxlite.sharding.pytree import PyTree
 
 COLLECTION = "cache"
 _LENGTH = "length"
@@ -124,30 +123,30 @@ def is_storing(layer: nn.Module) -> bool:
   return is_mutable and not layer.is_initializing() and not is_filled(layer)
 
 
-def read_recurrent(layer: nn.Module) -> Any:
+def read_recurrent(layer: nn.Module) -> PyTree:
   """Returns what `store_recurrent` or `update_recurrent` stored."""
   return layer.get_variable(COLLECTION, _RECURRENT)
 
 
-def store_recurrent(layer: nn.Module, length_B: jax.Array, carry: Any) -> None:
+def store_recurrent(layer: nn.Module, length_B: jax.Array, carry: PyTree) -> None:
   """Stores a pytree of arrays that hold what rows of `length_B` positions pass on."""
   layer.put_variable(COLLECTION, _LENGTH, length_B)
   layer.put_variable(COLLECTION, _RECURRENT, carry)
 
 
-def update_recurrent(layer: nn.Module, num_new_B: jax.Array, carry: Any) -> None:
+def update_recurrent(layer: nn.Module, num_new_B: jax.Array, carry: PyTree) -> None:
   """Replaces it by that after `num_new_B` more positions."""
-  length_B = layer.get_variable(COLLECTION, _LENGTH)
+  length_B: jax.Array = layer.get_variable(COLLECTION, _LENGTH)
   store_recurrent(layer, length_B + num_new_B, carry)
 
 
-def has_recurrent(cache: Any) -> bool:
+def has_recurrent(cache: PyTree) -> bool:
   """Whether any layer of the cache is recurrent."""
   leaves = jax.tree_util.tree_leaves_with_path(cache)
   return any(_is_recurrent(path) for path, _ in leaves)
 
 
-def _row_axis(prefill: Any, path: tuple) -> int:
+def _row_axis(prefill: PyTree, path: tuple) -> int:
   """The axis of rows of a recurrent array: 1 where layers are stacked, else 0."""
   layer = prefill
   for key in path:
@@ -161,7 +160,7 @@ def _is_recurrent(path: tuple) -> bool:
   return any(getattr(key, "key", "") == _RECURRENT for key in path)
 
 
-def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int = 0) -> Any:
+def init_cache(prefill: PyTree, num_rows: int, num_new: int = 1, first_block: int = 0) -> PyTree:
   """A cache of `num_rows` rows without positions, to which `num_new` are added at a time.
 
   Args:
@@ -186,19 +185,20 @@ def init_cache(prefill: Any, num_rows: int, num_new: int = 1, first_block: int =
   return jax.tree_util.tree_map_with_path(zeros, prefill)
 
 
-def insert(cache: Any, prefill: Any, row_B: jax.Array, length_B: jax.Array) -> Any:
+def insert(cache: PyTree, prefill: PyTree, row_B: jax.Array, length_B: jax.Array) -> PyTree:
   """Writes the prefill's rows, of `length_B` positions each, to rows `row_B` of the cache.
 
   Rows whose `row_B` is out of range are not written.
   """
 
   def write(path: tuple, new: jax.Array, entry: jax.Array | Blocks) -> jax.Array | Blocks:
+    if isinstance(entry, tuple):
+      return _insert_rows(entry, new, row_B, length_B)
     if _is_recurrent(path):
       rows = (slice(None),) * _row_axis(prefill, path)
       return entry.at[(*rows, row_B)].set(new, mode="drop")
-    if path[-1].key == _LENGTH:
-      return entry.at[..., row_B].set(length_B.astype(entry.dtype), mode="drop")
-    return _insert_rows(entry, new, row_B, length_B)
+    assert path[-1].key == _LENGTH
+    return entry.at[..., row_B].set(length_B.astype(entry.dtype), mode="drop")
 
   return jax.tree_util.tree_map_with_path(write, prefill, cache)
 
@@ -220,7 +220,7 @@ def _insert_rows(blocks: Blocks, new: jax.Array, row_B: jax.Array, length_B: jax
   return tuple(written)
 
 
-def rewind(cache: Any, length_B: jax.Array) -> Any:
+def rewind(cache: PyTree, length_B: jax.Array) -> PyTree:
   """The cache with only the first `length_B` positions of each row; it has no recurrent layer."""
 
   def reset(path: tuple, leaf: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The operands of the gated delta rule, from projections: convolved, activated, of unit length."""
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,33 @@ from maxlite.layers.causal_conv import causal_conv, last_positions
 _EPSILON = 1e-6  # of a squared length; the published models have no key for it
 
 
-class DeltaProjections(NamedTuple):
-  """Linear functions of the inputs; each of G key heads is for H / G consecutive value heads."""
-
-  q_BTGC: jax.Array
-  k_BTGC: jax.Array
-  v_BTHU: jax.Array
-  log_decay_BTH: jax.Array
-  beta_BTH: jax.Array
-  is_start_BT: jax.Array
+Leaf = TypeVar("Leaf")
 
 
-class ConvTaps(NamedTuple):
-  """The taps of the convolutions, per channel; see `causal_conv`."""
+class ProjectionTree(NamedTuple, Generic[Leaf]):
+  """One leaf for each linear function of the inputs.
 
-  q_WGC: jax.Array
-  k_WGC: jax.Array
-  v_WHU: jax.Array
+  Each of G key heads is for H / G consecutive value heads.
+  """
+
+  q_BTGC: Leaf
+  k_BTGC: Leaf
+  v_BTHU: Leaf
+  log_decay_BTH: Leaf
+  beta_BTH: Leaf
+  is_start_BT: Leaf
+
+
+class TapTree(NamedTuple, Generic[Leaf]):
+  """One leaf for the taps of each convolution, per channel; see `causal_conv`."""
+
+  q_WGC: Leaf
+  k_WGC: Leaf
+  v_WHU: Leaf
+
+
+DeltaProjections = ProjectionTree[jax.Array]
+ConvTaps = TapTree[jax.Array]
 
 
 class DeltaCarry(NamedTuple):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import ROWS, Sharder
 
 
@@ -15,8 +16,8 @@ class Embed(nn.Module):
   sharder: Sharder
 
   def setup(self) -> None:
-    init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-    init = nn.with_logical_partitioning(init, ("vocab", "embed"))
+    values = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
+    init = partitioned(values, ("vocab", "embed"))
     shape = (self.cfg.vocab_size, self.cfg.base_emb_dim)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     self.embedding = self.param("embedding", init, shape, weight_dtype)
@@ -45,8 +46,8 @@ class Unembed(nn.Module):
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-    init = nn.with_logical_partitioning(init, ("embed", "vocab"))
+    values = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    init = partitioned(values, ("embed", "vocab"))
     shape = (self.cfg.base_emb_dim, self.cfg.vocab_size)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     return self.param("kernel", init, shape, weight_dtype)

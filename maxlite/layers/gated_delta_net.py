@@ -21,6 +21,7 @@ from maxlite.layers.delta_operands import (
 )
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
+from maxlite.layers.partitioned import partitioned
 from maxlite.layers.sharded_delta import mix_positions
 from maxlite.sharding import ROWS, Sharder
 
@@ -76,16 +77,16 @@ class GatedDeltaNet(nn.Module):
       cache.update_recurrent(self, num_real_B, carry)
       return y_BTHU
     stores = cache.is_storing(self)
-    y_BTHU, state_BHCU = mix_positions(
+    y_BTHU, last_state_BHCU = mix_positions(
       self.sharder,
       projections,
       taps,
       chunk=self.cfg.gdn.gdn_chunk_size,
       with_state=stores,
     )
-    if stores:
+    if last_state_BHCU is not None:
       before = zero_carry(projections, taps)
-      carry = carry_after(projections, before, state_BHCU, num_real_B)
+      carry = carry_after(projections, before, last_state_BHCU, num_real_B)
       cache.store_recurrent(self, num_real_B, carry)
     return y_BTHU
 
@@ -148,14 +149,14 @@ class GatedDeltaNet(nn.Module):
     def centred(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
       return init(key, shape, dtype) - jnp.asarray(1 / math.sqrt(num_taps), dtype)
 
-    partitioned = nn.with_logical_partitioning(centred, ("taps", heads, "kv"))
+    taps = partitioned(centred, ("taps", heads, "kv"))
     dtype = jnp.dtype(self.cfg.weight_dtype)
-    return self.param(f"{name}_conv", partitioned, (num_taps, *features), dtype)
+    return self.param(f"{name}_conv", taps, (num_taps, *features), dtype)
 
   def _per_head(self, name: str, init: nn.initializers.Initializer) -> jax.Array:
-    partitioned = nn.with_logical_partitioning(init, ("q_heads",))
     shape = (self.cfg.gdn.gdn_num_value_heads,)
-    return self.param(name, partitioned, shape, jnp.dtype(self.cfg.weight_dtype))
+    weight_dtype = jnp.dtype(self.cfg.weight_dtype)
+    return self.param(name, partitioned(init, ("q_heads",)), shape, weight_dtype)
 
 
 def _init_decay_rate(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

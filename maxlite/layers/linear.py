@@ -13,6 +13,7 @@ from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.quantized import quantized_matmul
 from maxlite.kernels.xla_cpu import materialized_transpose
 from maxlite.layers.gathered_kernel import multiply_gathered, plan_gather
+from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import Sharder
 
 
@@ -109,7 +110,7 @@ class Linear(nn.Module):
     lead = x.shape[: -self.num_in]
     contracted = x.shape[-self.num_in :]
     shape = contracted + self.features
-    init = nn.with_logical_partitioning(self._kernel_init(), self.kernel_names)
+    init = partitioned(self._kernel_init(), self.kernel_names)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     kernel = self.param("kernel", init, shape, weight_dtype)
     quantization = self.cfg.quantization if self.is_quantized else ""
@@ -142,7 +143,7 @@ class Linear(nn.Module):
     for name in self.kernel_names[self.num_in :]:
       # The bias of the residual stream's axis is too small to be sharded.
       names.append("norm" if name == "embed" else name)
-    init = nn.with_logical_partitioning(nn.initializers.zeros, tuple(names))
+    init = partitioned(nn.initializers.zeros, tuple(names))
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     bias = self.param("bias", init, self.features, weight_dtype)
     dtype = accumulator_dtype(y.dtype)

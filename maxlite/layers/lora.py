@@ -8,7 +8,6 @@ Source: Hu et al., LoRA (2021), section 4.1.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 
 ADAPTER = ("lora_a", "lora_b")
 # Modules that can be added to a model that was trained without them.
@@ -86,12 +86,12 @@ def linear_class(cfg: ModelConfig) -> LinearClass:
   return Linear
 
 
-def merge_lora(params: Mapping[str, Any], lora_alpha: float) -> dict[str, Any]:
+def merge_lora(params: Mapping[str, PyTree], lora_alpha: float) -> dict[str, PyTree]:
   """Adds the product of each adapter to its kernel; returns params without adapters.
 
   The sum is computed in float32 before it is rounded to the kernel's type.
   """
-  merged: dict[str, Any] = {}
+  merged: dict[str, PyTree] = {}
   for name, node in params.items():
     if isinstance(node, Mapping) and name not in ADAPTER:
       merged[name] = merge_lora(node, lora_alpha)
@@ -130,9 +130,9 @@ def _at_least_float32(w: jax.Array) -> jax.Array:
 
 
 def drop_modules(
-  params: Mapping[str, Any],
+  params: Mapping[str, PyTree],
   names: Sequence[str] = OPTIONAL_MODULES,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
   """`params` without the modules `names`."""
   kept = {}
   for path, leaf in flatten_dict(params).items():
@@ -141,7 +141,9 @@ def drop_modules(
   return unflatten_dict(kept)
 
 
-def add_missing_modules(params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+def add_missing_modules(
+  params: Mapping[str, PyTree], fresh: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
   """`params`, completed with the optional modules that only `fresh` has.
 
   Args:

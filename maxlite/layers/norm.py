@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.kernels.numerics import accumulator_dtype
+from maxlite.layers.partitioned import Init, partitioned
 
 
 class RMSNorm(nn.Module):
@@ -21,10 +22,10 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init = nn.initializers.ones
+    init: Init = nn.initializers.ones
     if self.zero_centred:
       init = nn.initializers.zeros
-    init = nn.with_logical_partitioning(init, ("norm",))
+    init = partitioned(init, ("norm",))
     scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
     dtype = accumulator_dtype(x.dtype)
     x32 = x.astype(dtype)

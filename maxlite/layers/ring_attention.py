@@ -11,7 +11,7 @@ Here `i` and `j` count a shard's two chunks of queries and of keys; arrays are [
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class _Ring(NamedTuple):
     return jax.lax.axis_size(self.context)
 
   @property
-  def kernel_options(self) -> dict[str, Any]:
+  def kernel_options(self) -> dict[str, object]:
     """The arguments of a kernel for one pair of chunks."""
     return {
       "block_q": self.options.block_q,
@@ -86,10 +86,13 @@ class _Pair(NamedTuple):
   mask: AttentionMask
 
 
-class _AddPair(Protocol):
+_State = TypeVar("_State")  # what a pass over all pairs accumulates
+
+
+class _AddPair(Protocol[_State]):
   """Returns the state with the results of one more pair of chunks."""
 
-  def __call__(self, state: Any, kv: _KeysValues, /, *, pair: _Pair) -> Any: ...
+  def __call__(self, state: _State, kv: _KeysValues, /, *, pair: _Pair) -> _State: ...
 
 
 def ring_attention(
@@ -291,12 +294,12 @@ _attend.defvjp(_forward, _backward)
 
 def _add_pairs(
   ring: _Ring,
-  add_pair: _AddPair,
-  state: Any,
+  add_pair: _AddPair[_State],
+  state: _State,
   kv: _KeysValues,
   step: int | jax.Array,
   segment_bS: jax.Array,
-) -> Any:
+) -> _State:
   """`state` with the pairs of this shard's queries and the keys that it holds at this step."""
   size = kv.k_2bngc.shape[2]
   shard = jax.lax.axis_index(ring.context)
@@ -317,7 +320,7 @@ def _add_pairs(
   return state
 
 
-def _keep(state: Any, kv: _KeysValues) -> Any:
+def _keep(state: _State, kv: _KeysValues) -> _State:
   return state
 
 
@@ -326,7 +329,7 @@ def _segment_of(chunk: jax.Array, size: int, segment_bS: jax.Array) -> jax.Array
   return jax.lax.dynamic_slice_in_dim(segment_bS, chunk * size, size, axis=1)
 
 
-def _is_visible(q_chunk: Any, k_chunk: Any, size: int, window: int | None) -> Any:
+def _is_visible(q_chunk: jax.Array, k_chunk: jax.Array, size: int, window: int | None) -> jax.Array:
   """Whether any query of a chunk may attend any key of another, by their positions."""
   is_past = k_chunk <= q_chunk
   if window is None:
@@ -351,7 +354,7 @@ def _merge(
   return o_bnhc, total_bhn
 
 
-def _pass_on(ring: _Ring, tree: Any) -> Any:
+def _pass_on(ring: _Ring, tree: _State) -> _State:
   """The arrays of the previous shard of the ring."""
   pairs = []
   for shard in range(ring.num_shards):

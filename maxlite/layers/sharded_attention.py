@@ -24,7 +24,7 @@ from maxlite.kernels.attention.api import (
   attention,
   resolve_backend,
 )
-from maxlite.layers.attention_shard import AttentionOptions, ShardOperands
+from maxlite.layers.attention_shard import AttentionOptions, OperandTree, ShardOperands
 from maxlite.layers.ring_attention import ring_attention
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_chunks
@@ -95,7 +95,7 @@ def attend(
   q_spec = sharder.spec((*ROWS, "activation_q_heads", None))
   kv_spec = sharder.spec((*kv_rows, "activation_kv_heads", None))
   operands = ShardOperands(q_BTHC, k_BTGC, v_BTGC, sink_H, segment_BT, segment_BT)
-  specs = ShardOperands(
+  specs = OperandTree(
     q_bthc=q_spec,
     k_bsgc=kv_spec,
     v_bsgc=kv_spec,

@@ -16,6 +16,8 @@ from maxlite.layers.delta_operands import (
   ConvTaps,
   DeltaCarry,
   DeltaProjections,
+  ProjectionTree,
+  TapTree,
   carry_after,
   delta_inputs,
   zero_carry,
@@ -51,7 +53,7 @@ def mix_positions(
   _check_length(projections.v_BTHU.shape[1], sharder.num_shards("activation_length"), taps)
   keys = ("activation_kv_heads", "activation_kv")
   values = ("activation_q_heads", "activation_kv")
-  projection_specs = DeltaProjections(
+  projection_specs = ProjectionTree(
     q_BTGC=sharder.spec((*ROWS, *keys)),
     k_BTGC=sharder.spec((*ROWS, *keys)),
     v_BTHU=sharder.spec((*ROWS, *values)),
@@ -59,7 +61,7 @@ def mix_positions(
     beta_BTH=sharder.spec((*ROWS, "activation_q_heads")),
     is_start_BT=sharder.spec(ROWS),
   )
-  tap_specs = ConvTaps(
+  tap_specs = TapTree(
     q_WGC=sharder.spec((None, *keys)),
     k_WGC=sharder.spec((None, *keys)),
     v_WHU=sharder.spec((None, *values)),

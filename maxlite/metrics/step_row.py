@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from maxlite.config.json_values import Json
+
 Row = dict[str, int | float]
 # A row as it is read from a file: numbers, text and lists of integers; None if not finite.
-LoggedRow = Mapping[str, Any]
+LoggedRow = Mapping[str, Json]
 
 
 def training_row(

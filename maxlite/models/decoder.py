@@ -1,7 +1,6 @@
 """The decoder: embed -> layers -> norm -> logits."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,14 @@ from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, LayerUnit, Rope, build_rope, stack_sums
+from maxlite.models.decoder_layer import (
+  DecoderLayer,
+  LayerSums,
+  LayerUnit,
+  Rope,
+  build_rope,
+  stack_sums,
+)
 from maxlite.models.draft import DraftHeads, shift_left
 from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
@@ -67,7 +73,7 @@ class Decoder(nn.Module):
       # Without adapters: `linear` is the class given by the caller, or the plain one.
       self.mtp = MultiTokenPrediction(cfg, self.sharder, self.linear or Linear)
 
-  def _stack(self, layer: type[nn.Module], length: int, **fields: Any) -> Stack:
+  def _stack(self, layer: type[nn.Module], length: int, **fields: object) -> Stack:
     """`length` instances of `layer` with these fields: one scanned module, or a list."""
     if self.cfg.scan_layers:
       layer = self._scanned(layer, length)
@@ -104,7 +110,7 @@ class Decoder(nn.Module):
     tokens_BT: jax.Array,
     segment_BT: jax.Array,
     position_BT: jax.Array,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
     rope = build_rope(position_BT, self.cfg)
@@ -132,9 +138,9 @@ class Decoder(nn.Module):
     segment_BT: jax.Array,
     rope: Rope,
     is_local_N: np.ndarray | None,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after a stack of layers, their sums stacked along a leading axis N)."""
-    if self.cfg.scan_layers:
+    if isinstance(stack, nn.Module):
       return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local_N))
     sums_by_layer = []
     for i, layer in enumerate(stack):
@@ -168,7 +174,7 @@ class Decoder(nn.Module):
     tokens_BT: jax.Array,
     segment_BT: jax.Array,
     position_BT: jax.Array,
-  ) -> tuple[jax.Array, Any, jax.Array]:
+  ) -> tuple[jax.Array, LayerSums, jax.Array]:
     """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs."""
     x_BTD, sums = self.hidden(tokens_BT, segment_BT, position_BT)
     return x_BTD, sums, self.unembedding()
@@ -201,7 +207,7 @@ class Decoder(nn.Module):
     tokens_BT: jax.Array,
     segment_BT: jax.Array,
     position_BT: jax.Array,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, LayerSums]:
     """(y_BTJD, sums) of the layers of multi-token prediction, from the states of `hidden`.
 
     y_BTJD is, for layer j, the state that predicts the token 2 + j positions ahead. `sums` has a

@@ -1,7 +1,8 @@
 """The decoder layer of all model families; `cfg.family` holds what differs between them."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
+from maxlite.layers.moe.router import RouterSums
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import RopeTables, query_scale, rope_tables
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
 IsLocal = bool | jax.Array | None  # Whether a layer attends locally; None: no layer does.
+LayerSums = dict[str, RouterSums]  # {"moe": sums} of a mixture, else empty.
 
 
 class Rope(NamedTuple):
@@ -63,7 +66,7 @@ def _build_tables(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
 
 def _select_rope(rope: Rope, is_local: IsLocal) -> RopeTables:
   """The tables of a local or a global layer."""
-  if rope.local_tables is None:
+  if rope.local_tables is None or is_local is None:
     return rope.tables
   return RopeTables(
     cos_BTC=jnp.where(is_local, rope.local_tables.cos_BTC, rope.tables.cos_BTC),
@@ -90,7 +93,7 @@ class DecoderLayer(nn.Module):
     segment_BT: jax.Array,
     rope: Rope,
     is_local: IsLocal = None,
-  ) -> tuple[jax.Array, dict[str, Any]]:
+  ) -> tuple[jax.Array, LayerSums]:
     """`is_local` is given if the family has local and global layers; it may be traced."""
     normed_BTD = self._pre_norm("attention_norm", x_BTD)
     y_BTD = self._mix(normed_BTD, segment_BT, rope, is_local)
@@ -161,13 +164,14 @@ class LayerUnit(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local: Any,
-  ) -> tuple[jax.Array, dict[str, Any]]:
+    is_local: jax.Array | Sequence[bool] | None,
+  ) -> tuple[jax.Array, LayerSums]:
     """`is_local` has one element per layer, or is None."""
     layer = remat(DecoderLayer, self.cfg)
     kinds = self.cfg.layer_unit
-    if is_local is None:
-      is_local = [None] * len(kinds)
+    flags: jax.Array | Sequence[bool | None] = [None] * len(kinds)
+    if is_local is not None:
+      flags = is_local
     sums_by_layer = []
     for i, kind in enumerate(kinds):
       layer_of_unit = layer(
@@ -178,7 +182,7 @@ class LayerUnit(nn.Module):
         linear=self.linear,
         name=kind.name,
       )
-      x_BTD, sums = layer_of_unit(x_BTD, segment_BT, rope, is_local[i])
+      x_BTD, sums = layer_of_unit(x_BTD, segment_BT, rope, flags[i])
       if kind.is_moe:
         sums_by_layer.append(sums)
     if not sums_by_layer:
@@ -188,7 +192,7 @@ class LayerUnit(nn.Module):
     return x_BTD, stack_sums(sums_by_layer)
 
 
-def stack_sums(sums_by_layer: list[Any]) -> Any:
+def stack_sums(sums_by_layer: list[LayerSums]) -> LayerSums:
   """The sums of all layers, with a leading axis that counts layers."""
   layers = jax.tree.structure([0] * len(sums_by_layer))
   of_layer = jax.tree.structure(sums_by_layer[0])

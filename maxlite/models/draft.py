@@ -16,6 +16,7 @@ from flax import linen as nn
 
 from maxlite.layers.linear import matmul
 from maxlite.layers.mlp import checkpointed_activation
+from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import Sharder
 
 
@@ -35,7 +36,7 @@ class DraftHeads(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     num_rows, num_positions, dim = x_BTD.shape
-    init = nn.with_logical_partitioning(nn.initializers.zeros, ("layers", "embed", "mlp"))
+    init = partitioned(nn.initializers.zeros, ("layers", "embed", "mlp"))
     shape = (self.num_heads, dim, dim)
     w_JDF = self.param("kernel", init, shape, self.weight_dtype)
     multiply = jax.vmap(matmul, in_axes=(None, 0), out_axes=1)

@@ -11,7 +11,6 @@ states after their final norm.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import LinearClass
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, Rope, stack_sums
+from maxlite.models.decoder_layer import DecoderLayer, LayerSums, Rope, stack_sums
 from maxlite.models.draft import shift_left
 from maxlite.models.remat import remat
 from maxlite.sharding import ROWS, Sharder
@@ -72,7 +71,7 @@ class MtpLayer(nn.Module):
     embedding_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-  ) -> tuple[jax.Array, dict[str, Any]]:
+  ) -> tuple[jax.Array, LayerSums]:
     """`embedding_BTD` has the embedding of the token k positions after each position."""
     normed = [self.embedding_norm(embedding_BTD), self.hidden_norm(h_BTD)]
     x_BTD = self.projection(jnp.concatenate(normed, axis=-1))
@@ -100,7 +99,7 @@ class MultiTokenPrediction(nn.Module):
     embedding_BTJD: Sequence[jax.Array],
     segment_BTJ: jax.Array,
     rope: Rope,
-  ) -> tuple[jax.Array, dict[str, Any]]:
+  ) -> tuple[jax.Array, LayerSums]:
     """The states y_BTJD from which the layers' logits are computed, and their stacked sums.
 
     Args:

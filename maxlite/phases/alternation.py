@@ -11,7 +11,7 @@ bits.
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,10 @@ from maxlite.phases.phase_programs import PhasePrograms, build_phase_step, repea
 from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.phases.update_step import build_update_step
 from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_among
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_not_donated
 from maxlite.step.gradients import build_gradients
-from maxlite.step.train_state import TrainState, averaged_params, init_state
+from maxlite.step.train_state import Metrics, TrainState, averaged_params, init_state
 from maxlite.step.train_step import SkipRule, Step, StepResult, build_train_step
 
 _STEPS_IN_FLIGHT = 2  # steps after which the host reads whether a step was skipped
@@ -97,7 +98,7 @@ class Alternation:
     self._labels: dict[str, Labels] = {}  # by phase, of the parameters that are compiled for
     self._paths: list[str] = []  # of these parameters
     # Metrics of the latest steps, and the count of steps in the state that the last one returned.
-    self._latest: deque[Mapping[str, Any]] = deque()
+    self._latest: deque[Metrics] = deque()
     self._last_count: jax.Array | None = None
 
   @property
@@ -127,11 +128,11 @@ class Alternation:
     """
     return self._schedule.timeline(num_steps)
 
-  def untrained(self, params: Any) -> list[str]:
+  def untrained(self, params: PyTree) -> list[str]:
     """Paths of the parameters that no phase trains."""
     return frozen_paths(*self._labels_of(params).values())
 
-  def init(self, params: Any, collections: Any = None, seed: int = 0) -> TrainState:
+  def init(self, params: PyTree, collections: PyTree = None, seed: int = 0) -> TrainState:
     """Initialize the state from copies of `params`.
 
     Raises:
@@ -142,7 +143,7 @@ class Alternation:
     init = jax.jit(self._init, out_shardings=shardings)
     return init(params, collections, jnp.uint32(seed))
 
-  def abstract_state(self, params: Any, collections: Any = None) -> TrainState:
+  def abstract_state(self, params: PyTree, collections: PyTree = None) -> TrainState:
     """Shapes, types and shardings of the state, for restoring a checkpoint.
 
     The state is on the mesh of `params`; an optimizer's slots are sharded like their parameters.
@@ -157,7 +158,9 @@ class Alternation:
 
     return jax.tree.map(place, shapes, specs)
 
-  def compile(self, state: Any, batch: Any, own_batches: Mapping[str, Any] | None = None) -> None:
+  def compile(
+    self, state: PyTree, batch: PyTree, own_batches: Mapping[str, PyTree] | None = None
+  ) -> None:
     """Compile all phases for a state and batches of these shapes; by default the first step does.
 
     `own_batches` has, by phase, batches that are not shaped like `batch`.
@@ -179,7 +182,7 @@ class Alternation:
       check_gradients=self._check_gradients,
     )
 
-  def step(self, state: TrainState, batch: Any) -> StepResult:
+  def step(self, state: TrainState, batch: PyTree) -> StepResult:
     """Take a step of the phase that is due: (state, metrics).
 
     The metrics are `loss`, those of the phase's loss, `phase`, an index into `names`, and
@@ -209,14 +212,14 @@ class Alternation:
       return self.names[int(self._schedule.phase(state.clock))]
     return self._programs.phase(state)
 
-  def ema_params(self, state: TrainState) -> Any:
+  def ema_params(self, state: TrainState) -> PyTree:
     """The parameters' moving averages; parameters that no phase trains are unchanged."""
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
     _check_state(state)
     return averaged_params(state)
 
-  def _labels_of(self, params: Any) -> dict[str, Labels]:
+  def _labels_of(self, params: PyTree) -> dict[str, Labels]:
     labels = labels_by_phase(params, {phase.name: phase.train for phase in self.phases})
     leaves = dict(zip(paths_in(params), jax.tree.leaves(params), strict=True))
     for phase in self.phases:
@@ -233,7 +236,7 @@ class Alternation:
         optimizers[phase.name] = partitioned(phase.optimizer, labels[phase.name])
     return optimizers
 
-  def _init(self, params: Any, collections: Any, seed: jax.Array) -> TrainState:
+  def _init(self, params: PyTree, collections: PyTree, seed: jax.Array) -> TrainState:
     labels = self._labels_of(params)
     averaged = None
     if self._ema_decay is not None:
@@ -268,7 +271,7 @@ class Alternation:
         check_zero=is_first,
       )
 
-    def step_and_freeze(state: TrainState, batch: Any) -> StepResult:
+    def step_and_freeze(state: TrainState, batch: PyTree) -> StepResult:
       check_divides(phase, batch)
       before = state.collections
       state, metrics = step(state, batch)
@@ -290,7 +293,7 @@ class Alternation:
         stacklevel=4,
       )
 
-  def _check_skipped(self, metrics: Mapping[str, Any]) -> None:
+  def _check_skipped(self, metrics: Metrics) -> None:
     """Raise UserError if too many consecutive steps, up to two steps ago, were skipped."""
     self._latest.append(metrics)
     if len(self._latest) <= _STEPS_IN_FLIGHT:
@@ -305,7 +308,7 @@ class Alternation:
       )
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
   if not isinstance(state, TrainState) or state.clock is None:
     raise UserError(
       f"the state is a {type(state).__name__} that Alternation.init did not return: give the state "
@@ -314,7 +317,7 @@ def _check_state(state: Any) -> None:
   check_not_donated(state)
 
 
-def _check_differentiable(phase: str, trained: Mapping[str, Any]) -> None:
+def _check_differentiable(phase: str, trained: Mapping[str, PyTree]) -> None:
   for path, leaf in trained.items():
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
       raise UserError(
@@ -323,10 +326,10 @@ def _check_differentiable(phase: str, trained: Mapping[str, Any]) -> None:
       )
 
 
-def _averaged_part(params: Any, labels: Labels) -> Any:
+def _averaged_part(params: PyTree, labels: Labels) -> PyTree:
   """The trained parameters that have a moving average: those that are not integers."""
 
-  def averaged(leaf: Any) -> Any:
+  def averaged(leaf: PyTree) -> PyTree:
     if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
       return leaf
     return optax.MaskedNode()
@@ -335,7 +338,7 @@ def _averaged_part(params: Any, labels: Labels) -> Any:
   return jax.tree.map(averaged, trained)
 
 
-def _mesh_of(params: Any) -> jax.sharding.Mesh:
+def _mesh_of(params: PyTree) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
   """The mesh of the parameters; if they have none, a mesh of their device."""
   devices = []
   for leaf in jax.tree.leaves(params):
@@ -348,7 +351,7 @@ def _mesh_of(params: Any) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(devices[:1], ("device",))
 
 
-def _spec(leaf: Any) -> jax.P:
+def _spec(leaf: PyTree) -> jax.P:
   sharding = getattr(leaf, "sharding", None)
   if isinstance(sharding, NamedSharding):
     return sharding.spec

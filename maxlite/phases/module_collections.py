@@ -1,14 +1,14 @@
 """Collections, such as batch statistics, of modules of which no parameter is trained."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from maxlite.optim.labels import Labels, frozen_paths, path_of, trained_paths
+from maxlite.sharding.pytree import PyTree
 
 
-def freeze_collections(before: Any, after: Any, labels: Labels) -> Any:
+def freeze_collections(before: PyTree, after: PyTree, labels: Labels) -> PyTree:
   """The collections after a step, unchanged for modules of which no parameter is trained.
 
   A module without parameters follows the nearest enclosing module that has some.
@@ -16,7 +16,7 @@ def freeze_collections(before: Any, after: Any, labels: Labels) -> Any:
   trained = _module_paths(trained_paths(labels))
   frozen = _module_paths(frozen_paths(labels))
 
-  def leaf(key_path: tuple, old: Any, new: Any) -> Any:
+  def leaf(key_path: tuple, old: PyTree, new: PyTree) -> PyTree:
     is_trained = bool(trained)
     for module in _modules_around(key_path):
       if _any_below(trained + frozen, module):

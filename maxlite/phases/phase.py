@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import optax
 
 from maxlite.config.errors import UserError
 from maxlite.phases.phase_schedule import Plateau, Threshold
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import as_optimizer
 
 
@@ -31,12 +32,12 @@ class Phase:
 
   name: str
   train: Sequence[str]  # regexes, each of whole parameter paths
-  loss: Callable[..., Any] | None = None
+  loss: Callable[..., PyTree] | None = None
   optimizer: optax.GradientTransformation | None = None
   steps: int | None = None
   until: Plateau | Threshold | None = None
   accumulate: int = 1  # micro-batches per batch, whose losses are averaged
-  update: Callable[..., Any] | None = None
+  update: Callable[..., PyTree] | None = None
   repeat_batch: int = 1  # updates on each batch
   share_optimizer_state: str | None = None  # the phase whose optimizer state this one updates
 
@@ -60,7 +61,7 @@ class Phase:
       raise UserError(f"{place} has update= and accumulate={self.accumulate}: leave it out")
 
 
-def check_phases(phases: Any) -> None:
+def check_phases(phases: object) -> None:
   """Raise UserError if `phases` is not a sequence of Phase with different names."""
   if isinstance(phases, Phase) or not isinstance(phases, Sequence):
     raise UserError(f"phases is a {type(phases).__name__}; give a list of Phase")
@@ -76,9 +77,11 @@ def check_phases(phases: Any) -> None:
     raise UserError(f"two phases are called {min(duplicates)}; give each its own name")
 
 
-def _check_train(train: Any, place: str) -> None:
-  is_list = isinstance(train, Sequence) and not isinstance(train, str)
-  if not is_list or not train or not all(isinstance(regex, str) for regex in train):
+def _check_train(train: object, place: str) -> None:
+  regexes: list[object] = []
+  if isinstance(train, Sequence) and not isinstance(train, str):
+    regexes.extend(train)
+  if not regexes or not all(isinstance(regex, str) for regex in regexes):
     raise UserError(f"{place} trains {train!r}; give a list of path regexes")
 
 
@@ -94,7 +97,7 @@ def _check_length(phase: Phase, place: str) -> None:
     raise UserError(f"{place} has steps={phase.steps}; give an integer")
 
 
-def _check_function(function: Any, field: str, place: str) -> None:
+def _check_function(function: object, field: str, place: str) -> None:
   """Raise UserError if `function` cannot be called with (params, batch)."""
   if not callable(function):
     raise UserError(f"{place} has {field}={function!r}; give a function {field}(params, batch)")

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from maxlite.config.errors import UserError
 from maxlite.optim.labels import paths_in
 from maxlite.phases.phase import Phase
+from maxlite.sharding.pytree import PyTree, same_structure
 from maxlite.step.api_checks import check_scalars, check_unreserved
 from maxlite.step.gradients import LossFunction
 
@@ -20,9 +21,9 @@ _STEP_METRICS = ("phase", "grad_norm", "skipped", "skipped_in_a_row", "zero_grad
 class Returned(NamedTuple):
   """What a loss or an update returned."""
 
-  value: Any  # The scalar of a loss, or the parameters of an update.
-  metrics: Mapping[str, Any]
-  collections: Any
+  value: PyTree  # The scalar of a loss, or the parameters of an update.
+  metrics: Mapping[str, jax.Array]
+  collections: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,12 @@ class PhaseLoss(LossFunction):
 
   def forward(
     self,
-    params: Any,
-    collections: Any,
-    batch: Any,
+    params: PyTree,
+    collections: PyTree,
+    batch: PyTree,
     key: jax.Array,
-    extra: Mapping[str, Any],
-  ) -> tuple[tuple[jax.Array, dict], Any]:
+    extra: Mapping[str, PyTree],
+  ) -> tuple[tuple[jax.Array, dict], PyTree]:
     returned = _call_loss(self.phase, params, batch, key, collections)
     metrics = {"loss": returned.value, **returned.metrics}
     return (returned.value, jax.lax.stop_gradient(metrics)), returned.collections
@@ -47,7 +48,7 @@ class PhaseLoss(LossFunction):
     return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
 
 
-def check_divides(phase: Phase, batch: Any) -> None:
+def check_divides(phase: Phase, batch: PyTree) -> None:
   """Raise UserError if a batch does not divide into the micro-batches of `phase`."""
   if phase.accumulate == 1:
     return
@@ -62,10 +63,10 @@ def check_divides(phase: Phase, batch: Any) -> None:
 
 def _call_loss(
   phase: Phase,
-  params: Any,
-  batch: Any,
+  params: PyTree,
+  batch: PyTree,
   key: jax.Array,
-  collections: Any,
+  collections: PyTree,
 ) -> Returned:
   """Call the loss of a phase.
 
@@ -94,7 +95,7 @@ def _call_loss(
 
 
 def call_update(
-  phase: Phase, params: Any, batch: Any, key: jax.Array, collections: Any
+  phase: Phase, params: PyTree, batch: PyTree, key: jax.Array, collections: PyTree
 ) -> Returned:
   """Call the update of a phase.
 
@@ -106,7 +107,7 @@ def call_update(
   given = _extra_arguments(phase.update, key, collections, place)
   result = phase.update(params, batch, **given)
   # Parameters may be a tuple too.
-  is_params = jax.tree.structure(result) == jax.tree.structure(params)
+  is_params = same_structure(result, params)
   parts = (result,)
   if isinstance(result, tuple) and not is_params:
     parts = result
@@ -119,8 +120,8 @@ def call_update(
 
 
 def _extra_arguments(
-  function: Callable[..., Any], key: jax.Array, collections: Any, place: str
-) -> dict[str, Any]:
+  function: Callable[..., PyTree], key: jax.Array, collections: PyTree, place: str
+) -> dict[str, PyTree]:
   """The arguments beside (params, batch) that `function` takes."""
   takes = inspect.signature(function).parameters
   given = {}
@@ -136,7 +137,7 @@ def _extra_arguments(
 
 
 def _returns_scalar(
-  loss: Callable[..., Any], params: Any, batch: Any, given: Mapping[str, Any]
+  loss: Callable[..., PyTree], params: PyTree, batch: PyTree, given: Mapping[str, PyTree]
 ) -> bool:
   """Whether a call of `loss` with these arguments returns a floating scalar."""
   try:
@@ -150,10 +151,10 @@ def _returns_scalar(
 
 
 def _returned(
-  parts: tuple[Any, ...],
+  parts: tuple[PyTree, ...],
   value: str,
   takes_collections: bool,
-  collections: Any,
+  collections: PyTree,
   place: str,
 ) -> Returned:
   """Name the 1 to 3 values that a function returned.
@@ -163,7 +164,7 @@ def _returned(
     collections: those that the function was given.
   """
   _check_count(len(parts), value, takes_collections, place)
-  metrics: Any = {}
+  metrics: PyTree = {}
   if len(parts) > 1:
     metrics = parts[1]
   if not isinstance(metrics, Mapping):
@@ -195,10 +196,10 @@ def _check_count(num_values: int, value: str, takes_collections: bool, place: st
     raise UserError(f"{place} returns {num_values} values, not ({form})")
 
 
-def _check_like(updated: Any, params: Any, place: str) -> None:
+def _check_like(updated: PyTree, params: PyTree, place: str) -> None:
   """Raise UserError if `updated` is not a tree like the parameters."""
   changed = set(paths_in(updated)) ^ set(paths_in(params))
-  if changed or jax.tree.structure(updated) != jax.tree.structure(params):
+  if changed or not same_structure(updated, params):
     raise UserError(
       f"{place} must return all parameters, or (parameters, {{name: scalar}}); they differ in "
       f"{', '.join(sorted(changed)[:3]) or 'their structure'}"

@@ -1,7 +1,6 @@
 """The optimizer states of phases: one each, or one for several that train the same parameters."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import optax
@@ -9,6 +8,7 @@ from flax import struct
 
 from maxlite.config.errors import UserError
 from maxlite.optim.labels import Labels, trained_paths
+from maxlite.sharding.pytree import PyTree
 
 
 @struct.dataclass
@@ -44,7 +44,7 @@ def owners_of(shares: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def init_opt_states(
-  params: Any,
+  params: PyTree,
   optimizers: Mapping[str, optax.GradientTransformation],
   labels: Mapping[str, Labels],
   owners: Mapping[str, str],
@@ -68,7 +68,7 @@ def init_opt_states(
   return PhaseOptStates(owned)
 
 
-def _init(name: str, tx: optax.GradientTransformation, params: Any) -> optax.OptState:
+def _init(name: str, tx: optax.GradientTransformation, params: PyTree) -> optax.OptState:
   try:
     return tx.init(params)
   except (AttributeError, TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def _init(name: str, tx: optax.GradientTransformation, params: Any) -> optax.Opt
 
 
 def _check_same(
-  name: str, owner: str, labels: Mapping[str, Labels], state: Any, owned: Any
+  name: str, owner: str, labels: Mapping[str, Labels], state: PyTree, owned: PyTree
 ) -> None:
   place = f"phase {name}: share_optimizer_state={owner}"
   trained = set(trained_paths(labels[name]))

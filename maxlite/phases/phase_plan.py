@@ -1,16 +1,17 @@
 """The phases of a config: what each trains, for how long, and in which order."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
+from maxlite.metrics.step_row import Row
 from maxlite.optim.labels import Labels, frozen_paths, labels_by_phase, split, union
 from maxlite.phases.phase_opt_states import owners_of
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
+from maxlite.sharding.pytree import PyTree
 
 PhaseSpan = tuple[int, int, str]  # The first and last step of a span, and its phase.
 LOSS_NAMES = ("loss", "draft_loss", "mtp_loss", "total_loss")  # Names in the row of a step.
@@ -20,7 +21,9 @@ _NUM_SHOWN = 6  # Spans in the description of a schedule.
 class PhasePlan:
   """The phases, their schedule and the parameters that each trains."""
 
-  def __init__(self, phases: Sequence[PhaseConfig], initial_phases: Mapping[str, int], params: Any):
+  def __init__(
+    self, phases: Sequence[PhaseConfig], initial_phases: Mapping[str, int], params: PyTree
+  ):
     """
     Args:
       initial_phases: by phase, steps that it takes alone before the cycle begins.
@@ -114,7 +117,7 @@ class PhasePlan:
     return f"{self._initial_phases[phase.name]} initial steps"
 
 
-def losses_by_phase(phase: PhaseConfig, row: Mapping[str, Any]) -> dict[str, Any]:
+def losses_by_phase(phase: PhaseConfig, row: Row) -> Row:
   """The losses of a step's row, keyed by the phase: `fit/loss`."""
   return {f"{phase.name}/{name}": row[name] for name in LOSS_NAMES if name in row}
 

@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
-from maxlite.step.train_state import Metrics
-from maxlite.step.train_step import ZERO_GRADIENTS
+from maxlite.sharding.compiler_options import Options
+from maxlite.sharding.pytree import PyTree
+from maxlite.step.train_state import Metrics, TrainState
+from maxlite.step.train_step import ZERO_GRADIENTS, Step
 
-Step = Callable[[Any, Any], tuple[Any, Metrics]]
 MANY_PROGRAMS = 8
 
 
@@ -33,7 +34,7 @@ def build_phase_step(
   `phase`.
   """
 
-  def phase_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def phase_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     states = state.opt_state
     clock = state.clock
     own = None
@@ -59,11 +60,11 @@ def repeat_on_batch(step: Step, num_times: int) -> Step:
   if num_times == 1:
     return step
 
-  def repeated(state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def repeated(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     first = state.step
     rng = state.rng
 
-    def once(state: Any, time: jax.Array) -> tuple[Any, Metrics]:
+    def once(state: TrainState, time: jax.Array) -> tuple[PyTree, Metrics]:
       key = jax.random.fold_in(jax.random.wrap_key_data(rng), time)
       state = state.replace(step=first, rng=jax.random.key_data(key))
       return step(state, batch)
@@ -81,7 +82,7 @@ class _LatestStep(NamedTuple):
   """The latest step that was dispatched."""
 
   # The count of steps in the state that it returned, by whose identity the state is recognized.
-  count: jax.Array
+  num_steps: jax.Array
   # The position of the step.
   position: Position
   # Whether the step after it is its segment's last.
@@ -99,9 +100,9 @@ class PhasePrograms:
     steps: Mapping[str, Step],
     schedule: PhaseSchedule,
     strategy: str,
-    state: Any,
-    batches: Mapping[str, Any],
-    compiler_options: Mapping[str, Any] | None = None,
+    state: TrainState,
+    batches: Mapping[str, PyTree],
+    compiler_options: Options | None = None,
     check_gradients: Callable[[str, np.ndarray], None] | None = None,
   ):
     """
@@ -134,11 +135,11 @@ class PhasePrograms:
       lowered.append(_lower(step, state, batches[name], compiler_options))
     self.compiled = dict(zip(steps, compile_in_parallel(lowered), strict=True))
 
-  def phase(self, state: Any) -> str:
+  def phase(self, state: TrainState) -> str:
     """The phase of the next step; waits for the device unless `step` returned `state`."""
     return self._names[self._schedule.phase_at(self._position(state))]
 
-  def step(self, state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     """Take a step of the phase that is due: (state, metrics).
 
     Raises:
@@ -168,24 +169,24 @@ class PhasePrograms:
     if self._check_gradients is not None and ZERO_GRADIENTS in self._metrics[name]:
       self._check_gradients(name, np.asarray(metrics[ZERO_GRADIENTS]))
 
-  def _position(self, state: Any) -> Position:
+  def _position(self, state: TrainState) -> Position:
     latest = self._latest
-    if latest is not None and latest.count is state.clock.step:
+    if latest is not None and latest.num_steps is state.clock.step:
       return self._schedule.follow(latest.position, latest.last)
     return self._schedule.position(state.clock)
 
 
-def _metric_names(step: Step, state: Any, batch: Any) -> list[str]:
+def _metric_names(step: Step, state: TrainState, batch: PyTree) -> list[str]:
   _, metrics = jax.eval_shape(step, state, batch)
   return list(metrics)
 
 
 def _lower(
-  step: Step, state: Any, batch: Any, compiler_options: Mapping[str, Any] | None
+  step: Step, state: TrainState, batch: PyTree, compiler_options: Options | None
 ) -> jax.stages.Lowered:
   """Lower a step that donates the state and keeps its shardings."""
 
-  def sharding_of(leaf: Any) -> NamedSharding | None:
+  def sharding_of(leaf: PyTree) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding):
       return sharding
@@ -200,7 +201,7 @@ def _lower(
   return jitted.lower(state, batch)
 
 
-def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
+def _choose_strategy(strategy: str, batches: Sequence[PyTree]) -> tuple[str, str]:
   """Choose (`separate` or `switch`, reason) for one batch per phase."""
   types = {str(jax.tree.map(jax.typeof, batch)) for batch in batches}
   same_batch = len(types) == 1
@@ -217,13 +218,28 @@ def _choose_strategy(strategy: str, batches: Sequence[Any]) -> tuple[str, str]:
   return "switch", f"{num_phases} programs would each occupy memory of the {platform}"
 
 
-def _with_last(step: Step, state: Any, batch: Any) -> tuple[Any, dict, jax.Array]:
+def _with_last(step: Step, state: TrainState, batch: PyTree) -> tuple[PyTree, dict, jax.Array]:
   """Return a copy of the clock's `last` besides the state, which the next step donates."""
   state, metrics = step(state, batch)
   return state, metrics, jnp.copy(state.clock.last)
 
 
-def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, batch: Any) -> Step:
+class ClockedState(Protocol):
+  """The state of a model, or of several."""
+
+  @property
+  def clock(self) -> PyTree:
+    """The PhaseClock."""
+
+
+_State = TypeVar("_State", bound=ClockedState)
+# As `Step`, for other states.
+_StepOf = Callable[[_State, PyTree], tuple[_State, Metrics]]
+
+
+def switch_step(
+  steps: Mapping[str, _StepOf[_State]], schedule: PhaseSchedule, state: _State, batch: PyTree
+) -> _StepOf[_State]:
   """Build one step of all phases; metrics that a phase does not report are zero.
 
   Raises:
@@ -231,7 +247,7 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
   """
   shapes = _metric_shapes(steps, state, batch)
 
-  def branch(step: Step, state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def branch(step: _StepOf[_State], state: _State, batch: PyTree) -> tuple[_State, Metrics]:
     state, metrics = step(state, batch)
     padded = {}
     for key, shape in shapes.items():
@@ -241,7 +257,7 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
 
   branches = [functools.partial(branch, step) for step in steps.values()]
 
-  def switched(state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def switched(state: _State, batch: PyTree) -> tuple[_State, Metrics]:
     phase = schedule.phase(state.clock)
     return jax.lax.switch(phase, branches, state, batch)
 
@@ -249,9 +265,9 @@ def switch_step(steps: Mapping[str, Step], schedule: PhaseSchedule, state: Any, 
 
 
 def _metric_shapes(
-  steps: Mapping[str, Step],
-  state: Any,
-  batch: Any,
+  steps: Mapping[str, _StepOf[_State]],
+  state: _State,
+  batch: PyTree,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """The metrics of all phases. Raises UserError if two phases have different ones of one name."""
   shapes: dict[str, jax.ShapeDtypeStruct] = {}
@@ -261,26 +277,28 @@ def _metric_shapes(
       known = shapes.setdefault(key, value)
       if known.shape != value.shape or known.dtype != value.dtype:
         raise UserError(
-          f"metric {key!r} of phase {name} is {value.str_short()}, of another {known.str_short()}: "
-          "rename one of them, or use strategy='separate'"
+          f"metric {key!r} of phase {name} is {jax.typeof(value).str_short()}, of another "
+          f"{jax.typeof(known).str_short()}: rename one of them, or use strategy='separate'"
         )
   return shapes
 
 
-def compile_for_batches(step: Any, state: Any, batches: Sequence[Any]) -> Step:
+def compile_for_batches(
+  step: jax.stages.Wrapped, state: TrainState, batches: Sequence[PyTree]
+) -> Step:
   """Compile a jitted `step` for batches of several shapes; each call takes the one that fits."""
   programs = compile_in_parallel([step.lower(state, batch) for batch in batches])
   by_shape = {}
   for batch, program in zip(batches, programs, strict=True):
     by_shape[_shapes_of(batch)] = program
 
-  def fitting(state: Any, batch: Any) -> tuple[Any, Metrics]:
+  def fitting(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     return by_shape[_shapes_of(batch)](state, batch)
 
   return fitting
 
 
-def _shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes_of(batch: PyTree) -> tuple[tuple[int, ...], ...]:
   return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 

@@ -7,7 +7,7 @@ phase that has a length.
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,10 @@ class Threshold:
 
   def update(self, value: jax.Array, best: jax.Array, stale: jax.Array) -> ConditionResult:
     """Compare a step's metric with the value; `best` and `stale` stay as they are."""
-    if self.above is None:
-      met = value < self.below
-    else:
-      met = value > self.above
-    return ConditionResult(met, best, stale)
+    if self.below is not None:
+      return ConditionResult(value < self.below, best, stale)
+    assert self.above is not None  # see __post_init__
+    return ConditionResult(value > self.above, best, stale)
 
 
 @struct.dataclass
@@ -92,6 +91,10 @@ class Position(NamedTuple):
   last: bool | jax.Array
 
 
+# By phase, its number of steps or the condition that ends it; None for an initial phase.
+Lengths = Mapping[str, int | Plateau | Threshold | None]
+
+
 class PhaseSchedule:
   """The order of phases: a function of the step, and of metrics for phases with `until`.
 
@@ -101,7 +104,7 @@ class PhaseSchedule:
 
   def __init__(
     self,
-    lengths: Mapping[str, int | Plateau | Threshold | None],
+    lengths: Lengths,
     initial_phases: Mapping[str, int] | None = None,
   ):
     """
@@ -145,7 +148,7 @@ class PhaseSchedule:
     """Index of the next step's phase."""
     return jnp.array([phase for phase, _ in self._segments], jnp.int32)[clock.segment]
 
-  def advance(self, clock: PhaseClock, phase: int, metrics: Mapping[str, Any]) -> PhaseClock:
+  def advance(self, clock: PhaseClock, phase: int, metrics: Mapping[str, jax.Array]) -> PhaseClock:
     """The clock after a step of `phase`, which must be the phase that is due.
 
     Raises:
@@ -176,7 +179,7 @@ class PhaseSchedule:
     self,
     clock: PhaseClock,
     phase: int,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, jax.Array],
   ) -> ConditionResult:
     """Update the condition that ends the phase; without one, it is never met."""
     until = self._until[phase]
@@ -246,7 +249,7 @@ def _max_steps(ends: int | Plateau | Threshold) -> int:
   return ends
 
 
-def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
+def _check(lengths: Lengths, initial: Mapping[str, int]) -> None:
   if not lengths:
     raise UserError("there are no phases; give at least one")
   for name, ends in lengths.items():
@@ -271,7 +274,7 @@ def _check(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
     )
 
 
-def _check_initial(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> None:
+def _check_initial(lengths: Lengths, initial: Mapping[str, int]) -> None:
   for name, steps in initial.items():
     if name not in lengths:
       raise UserError(
@@ -283,5 +286,5 @@ def _check_initial(lengths: Mapping[str, Any], initial: Mapping[str, int]) -> No
       )
 
 
-def _is_positive(steps: Any) -> bool:
+def _is_positive(steps: object) -> bool:
   return isinstance(steps, SupportsIndex) and int(steps) >= 1

@@ -1,13 +1,12 @@
 """The step of a phase without a gradient: target networks, expectation maximization."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from maxlite.optim.labels import Labels, merge, split
 from maxlite.phases.phase import Phase
 from maxlite.phases.phase_functions import call_update
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import (
   SkipRule,
@@ -26,7 +25,7 @@ def build_update_step(phase: Phase, labels: Labels, ema_decay: float, skip: Skip
   Values that are not finite are not taken; the step then counts as skipped.
   """
 
-  def step(state: TrainState, batch: Any) -> StepResult:
+  def step(state: TrainState, batch: PyTree) -> StepResult:
     returned = call_update(phase, state.params, batch, step_key(state), state.collections)
     old, frozen = split(state.params, labels)
     new, _ = split(returned.value, labels)
@@ -45,7 +44,7 @@ def build_update_step(phase: Phase, labels: Labels, ema_decay: float, skip: Skip
   return step
 
 
-def _all_finite(tree: Any) -> jax.Array:
+def _all_finite(tree: PyTree) -> jax.Array:
   finite = jnp.array(True)
   for leaf in jax.tree.leaves(tree):
     finite &= jnp.all(jnp.isfinite(leaf))

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.metrics.waits import report_wait
 from maxlite.runs.open_run import open_trainer_data, open_weights
 from maxlite.runs.saved_run import run_folder
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.trainer import Trainer
 
 
@@ -40,7 +40,7 @@ def run_evaluation(cfg: Config) -> int:
 
 
 def evaluate_held_out(
-  trainer: Trainer, params: Any, averages: Any, num_batches: int
+  trainer: Trainer, params: PyTree, averages: PyTree, num_batches: int
 ) -> tuple[dict[str, float], DataLoader]:
   """Open the run's data and evaluate a checkpoint on its held-out batches.
 

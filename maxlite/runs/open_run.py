@@ -5,7 +5,6 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -37,10 +36,12 @@ from maxlite.metrics.writers import (
   TensorBoardWriter,
   Tracker,
   WandbWriter,
+  Writer,
   Writers,
   read_rows,
 )
 from maxlite.runs.saved_run import run_folder, token_cache
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.model_weights import read_parameters
@@ -258,7 +259,7 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
   if jax.process_index() > 0:
     return Writers([])
   objectives = [objective.name for objective in trainer.objectives]
-  writers = [
+  writers: list[Writer] = [
     JsonlWriter(folder.metrics, done),
     ConsoleWriter(cfg.run.steps, done, console, objectives),
   ]
@@ -289,9 +290,9 @@ def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
   return trackers
 
 
-def _wandb_values(cfg: Config) -> dict[str, Any]:
+def _wandb_values(cfg: Config) -> dict[str, object]:
   """The values of all keys; those that hold others are shown as text."""
-  values = {}
+  values: dict[str, object] = {}
   for key, value in public_values(cfg).items():
     if isinstance(value, Container):
       values[key] = show(value)
@@ -300,7 +301,7 @@ def _wandb_values(cfg: Config) -> dict[str, Any]:
   return values
 
 
-def open_trained(cfg: Config) -> tuple[Trainer, Any]:
+def open_trained(cfg: Config) -> tuple[Trainer, PyTree]:
   """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (trainer, parameters).
 
   The parameters are their moving averages if the run keeps them.
@@ -311,7 +312,7 @@ def open_trained(cfg: Config) -> tuple[Trainer, Any]:
   return trainer, params
 
 
-def open_weights(cfg: Config) -> tuple[Trainer, Any, Any, int]:
+def open_weights(cfg: Config) -> tuple[Trainer, PyTree, PyTree, int]:
   """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
   trainer = open_trainer(cfg)
   folder = run_folder(cfg)

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of, reads_same_documents
 from maxlite.config.schema import DataConfig
@@ -49,7 +49,7 @@ def _name_streams(cfg: Config) -> dict[DataConfig, str]:
   return names
 
 
-def _saved_states(folder: RunFolder, only: str) -> dict[str, Any]:
+def _saved_states(folder: RunFolder, only: str) -> JsonObject:
   """By name of a stream, its state in the latest checkpoint.
 
   Args:
@@ -61,7 +61,7 @@ def _saved_states(folder: RunFolder, only: str) -> dict[str, Any]:
   return state.get("streams", {only: state})
 
 
-def _saved_state(folder: RunFolder) -> dict[str, Any]:
+def _saved_state(folder: RunFolder) -> JsonObject:
   """The data position of the latest checkpoint; empty if there is none that can be read here."""
   if folder.mirror:
     return {}
@@ -76,7 +76,7 @@ def _saved_state(folder: RunFolder) -> dict[str, Any]:
     return {}
 
 
-def _identities(cfg: Config, data: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
+def _identities(cfg: Config, data: DataConfig, state: JsonObject) -> JsonObject:
   """The fact `data` of the stream: the identity of its source, or of each source of a mixture.
 
   Args:
@@ -85,7 +85,7 @@ def _identities(cfg: Config, data: DataConfig, state: dict[str, Any]) -> dict[st
   Returns:
     Empty if the sources are not read here, or are a mixture on one side only.
   """
-  saved = state.get("data")
+  saved: Json = state.get("data")
   is_mixture = isinstance(saved, dict)
   if is_mixture != bool(data.dataset_mixture):
     return {}
@@ -103,7 +103,7 @@ def _identities(cfg: Config, data: DataConfig, state: dict[str, Any]) -> dict[st
 
 def _are_read_here(cfg: Config, data: DataConfig, parts: Iterable[DataConfig]) -> bool:
   """Whether all sources are small, and on this machine with their tokenizer and cache."""
-  paths = []
+  paths: list[str] = []
   for part in parts:
     paths += part.dataset_path
     paths += part.eval_dataset_path

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from maxlite.checkpoint.manager import CheckpointWriteError
+from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config, exit_on_user_error
 from maxlite.config.schema import flatten
@@ -111,7 +111,7 @@ def _run(
     local_checkpoints=local_checkpoints,
     callbacks=callbacks,
   )
-  result = _train_and_save(context, state, streams, first_step=done + 1)
+  result = _train_and_save(context, checkpoints, state, streams, first_step=done + 1)
   if local_checkpoints is not None:
     local_checkpoints.remove()
   for callback in callbacks:
@@ -127,7 +127,11 @@ def _open_replica_check(trainer: Trainer) -> ReplicaCheck | None:
 
 
 def _train_and_save(
-  context: LoopContext, state: TrainState, stream: TrainStreams, first_step: int
+  context: LoopContext,
+  checkpoints: Checkpoints | None,
+  state: TrainState,
+  stream: TrainStreams,
+  first_step: int,
 ) -> TrainResult:
   """Train, and wait until all checkpoints are written."""
   try:
@@ -135,6 +139,6 @@ def _train_and_save(
   finally:
     # After an error in one of several processes, waiting for the others would be a deadlock.
     can_wait = jax.process_count() == 1 or sys.exception() is None
-    if context.checkpoints is not None and can_wait:
+    if checkpoints is not None and can_wait:
       with context.timer.during("checkpoint"):
-        context.checkpoints.close()
+        checkpoints.close()

@@ -133,7 +133,7 @@ class MicroBatches(NamedTuple):
   """The micro-batches of a batch; every leaf has a first axis of their number."""
 
   batch: PyTree
-  key: jax.Array
+  key: PyTree
 
 
 def _accumulated_gradients(

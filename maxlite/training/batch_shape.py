@@ -45,7 +45,9 @@ def global_batch_size(
     UserError: they are not a multiple of `num_shards` x `num_micro`.
   """
   fixed = data.global_batch_size or data.per_device_batch_size * num_devices
-  sizes = [rows for _, rows in data.batch_size_schedule] or [fixed]
+  sizes: list[float] = [rows for _, rows in data.batch_size_schedule]
+  if not sizes:
+    sizes = [fixed]
   multiple = num_shards * num_micro
   wrong = [rows for rows in sizes if rows % multiple]
   if not wrong:

@@ -3,18 +3,19 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config.schema import TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
+from maxlite.sharding.pytree import PyTree
 
 _ROW_NAMES = ("activation_batch", "activation_length")  # Logical axes of [B, T].
 
@@ -76,7 +77,7 @@ def distillation_sums(
   x_BTD: jax.Array,
   y_BTJD: jax.Array,
   w_DV: jax.Array,
-  batch: Batch,
+  batch: DeviceBatch,
   weight_BTJ: jax.Array,
   chunk_tokens: int,
   sharder: Sharder,
@@ -100,7 +101,7 @@ def distillation_sums(
 def teacher_sums(
   student: PredictionHead,
   teachers: Sequence[PredictionHead],
-  batch: Batch,
+  batch: DeviceBatch,
   cfg: TrainingConfig,
   sharder: Sharder,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -134,7 +135,7 @@ def _token_sums(
   unembeddings: tuple[Unembedding, ...],
   chunk_tokens: int,
   sharder: Sharder,
-) -> Any:
+) -> PyTree:
   """Sums of `chunk` over all tokens.
 
   Every shard processes its tokens in chunks and recomputes a chunk's logits in the backward pass,
@@ -151,7 +152,7 @@ def _token_sums(
   logits_per_token = sum(math.prod(x.shape[2:-1]) for x in states)
   chunk_length = max(chunk_tokens // logits_per_token, 1)
 
-  def local(states: Arrays, rows: Arrays, weights: Arrays) -> Any:
+  def local(states: Arrays, rows: Arrays, weights: Arrays) -> PyTree:
     # The barrier also orders gradients: w's is scattered before the backward pass continues.
     states, weights = jax.lax.optimization_barrier((states, weights))
     states, weights = _gather_weights(states, weights, embed_axes)
@@ -194,16 +195,16 @@ def _local_heads(
 
 
 @jax.custom_vjp
-def _before_gradients(sums: Any) -> Any:
+def _before_gradients(sums: PyTree) -> PyTree:
   """Compute the sums before any gradient; otherwise XLA may defer them and keep their inputs."""
   return sums
 
 
-def _forward(sums: Any) -> tuple[Any, Any]:
+def _forward(sums: PyTree) -> tuple[PyTree, PyTree]:
   return sums, sums
 
 
-def _backward(sums: Any, cotangents: Any) -> tuple[Any]:
+def _backward(sums: PyTree, cotangents: PyTree) -> tuple[PyTree]:
   # A data dependence that the compiler cannot remove, as it removes a barrier.
   return (jax.tree.map(lambda s, ct: jnp.where(jnp.isnan(s), s, ct), sums, cotangents),)
 

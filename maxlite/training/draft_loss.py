@@ -4,22 +4,23 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.models.draft import draft_weight, shift_left
 from maxlite.sharding import Sharder
 from maxlite.training.cross_entropy import cross_entropy_sums, distillation_sums
 from maxlite.training.loss import DraftSums, Hidden, Loss, Sums, combine, next_token
 
 
-def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
+def match_head(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Divergence of the draft heads from the main head's prediction of the same token."""
   # Draft states are shifted to the position where the main head predicts the same token, so its
   # logits, computed once, serve all draft heads.
-  num_heads = hidden.y_BTJD.shape[2]
+  y_BTJD = hidden.drafted_BTJD
+  num_heads = y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
   nll, logits_z, divergence = distillation_sums(
     hidden.x_BTD,
-    _shift_right(hidden.y_BTJD),
+    _shift_right(y_BTJD),
     hidden.w_DV,
     batch,
     _shift_right(weight_BTJ),
@@ -32,13 +33,14 @@ def match_head(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Shard
 
 
 def next_token_and_draft(
-  hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder
+  hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder: Sharder
 ) -> Sums:
   """Cross-entropy of the main head and of the draft heads against the tokens they predict."""
-  num_heads = hidden.y_BTJD.shape[2]
+  y_BTJD = hidden.drafted_BTJD
+  num_heads = y_BTJD.shape[2]
   weight_BTJ = draft_weight(batch.segment_BT, batch.weight_BT, num_heads)
   draft_nll, _ = cross_entropy_sums(
-    hidden.y_BTJD,
+    y_BTJD,
     hidden.w_DV,
     shift_left(batch.targets_BT, num_heads),
     weight_BTJ,
@@ -76,7 +78,9 @@ def _combine_joint(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax
 
 
 def _draft_loss(sums: Sums) -> jax.Array:
-  return sums.draft.loss / jnp.maximum(sums.draft.weight, 1)
+  draft = sums.draft
+  assert draft is not None, "a loss without the draft heads' sums"
+  return draft.loss / jnp.maximum(draft.weight, 1)
 
 
 MATCH_HEAD = Loss(match_head, _combine_match, logits=False, drafts=True)

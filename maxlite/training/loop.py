@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config
+from maxlite.config.json_values import Json
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.profiler import Profiler
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.callbacks import Callback
 from maxlite.training.step_log import Log, due
 
@@ -23,24 +25,24 @@ class LoopTrainer(Protocol):
   def cfg(self) -> Config: ...
 
   @property
-  def train_step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
+  def train_step(self) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """(state, batch) -> (state, metrics); donates the state."""
 
-  def next_batch(self, stream: Any, state: Any) -> Any:
+  def next_batch(self, stream: Any, state: PyTree) -> PyTree:
     """The batch of the next step."""
 
 
 class CheckpointSaver(Protocol):
   """Checkpoints of one model, or of all members of an ensemble."""
 
-  def save(self, step: int, state: Any, data_state: Any) -> None:
+  def save(self, step: int, state: PyTree, data_state: Json) -> None:
     """Start to write a checkpoint; the state may be donated once this returns."""
 
 
 class BatchStream(Protocol):
   """Batches, and their position for a checkpoint."""
 
-  def state(self) -> Any: ...
+  def state(self) -> Json: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LoopContext:
   log: Log
   profiler: Profiler
   # (state) -> held-out results; None without held-out data.
-  evaluate: Callable[[Any], Any] | None
+  evaluate: Callable[[PyTree], PyTree] | None
   timer: Stopwatch = dataclasses.field(default_factory=Stopwatch)
   replica_check: ReplicaCheck | None = None
   local_checkpoints: CheckpointSaver | None = None
@@ -64,7 +66,7 @@ class LoopContext:
 class TrainResult:
   """The state after the loop, and why it stopped."""
 
-  state: Any
+  state: PyTree
   step: int
   # Why the loop stopped early; empty if all steps were taken.
   reason: str
@@ -82,7 +84,7 @@ class _Stop:
 
 
 def train(
-  context: LoopContext, state: Any, stream: BatchStream, first_step: int, last_step: int
+  context: LoopContext, state: PyTree, stream: BatchStream, first_step: int, last_step: int
 ) -> TrainResult:
   """Take steps `first_step` to `last_step`; stop early on a signal, a plateau or divergence."""
   trainer = context.trainer
@@ -120,7 +122,7 @@ def train(
     return _with_late_signal(result, signals.after_last())
 
 
-def _replica_difference(context: LoopContext, step: int, state: Any) -> str:
+def _replica_difference(context: LoopContext, step: int, state: PyTree) -> str:
   """How the replicas of the state differ, if they are compared after this step; empty if equal."""
   check = context.replica_check
   if check is None or not due(step, context.trainer.cfg.observe.replica_check_period):
@@ -129,7 +131,7 @@ def _replica_difference(context: LoopContext, step: int, state: Any) -> str:
 
 
 def _evaluate_if_due(
-  context: LoopContext, watchdog: Watchdog, state: Any, step: int, *, is_last: bool
+  context: LoopContext, watchdog: Watchdog, state: PyTree, step: int, *, is_last: bool
 ) -> None:
   evaluate = context.evaluate
   if evaluate is None:
@@ -154,7 +156,7 @@ def _find_stop(log: Log, received: signal.Signals | None, *, is_last: bool) -> _
 def _save_if_due(
   context: LoopContext,
   watchdog: Watchdog,
-  state: Any,
+  state: PyTree,
   stream: BatchStream,
   step: int,
   *,

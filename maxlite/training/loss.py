@@ -7,20 +7,21 @@ number of hosts and any number of gradient-accumulation steps.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.models.decoder import Decoder
+from maxlite.models.decoder_layer import LayerSums
 from maxlite.models.draft import draft_weight
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import LossFunction, MicroBatches
 from maxlite.training.cross_entropy import cross_entropy_sums
 from maxlite.training.mtp_loss import (
@@ -32,8 +33,7 @@ from maxlite.training.mtp_loss import (
 )
 
 
-@struct.dataclass
-class DraftSums:
+class DraftSums(struct.PyTreeNode):
   """Sums over the tokens that draft heads predict, float32."""
 
   # 1 per predicted token and head.
@@ -42,8 +42,7 @@ class DraftSums:
   loss: jax.Array
 
 
-@struct.dataclass
-class Sums:
+class Sums(struct.PyTreeNode):
   """Sums over the tokens of a batch, float32."""
 
   # The weight of the loss: 1 per predicted token.
@@ -53,7 +52,7 @@ class Sums:
   # Squared log-partition of the logits.
   logits_z: jax.Array
   # The results of the blocks, stacked by layer.
-  layers: Any
+  layers: LayerSums
   # For losses of draft heads.
   draft: DraftSums | None = None
   # Of the layers of multi-token prediction.
@@ -62,13 +61,12 @@ class Sums:
   divergence: jax.Array | None = None
 
 
-@struct.dataclass
-class Hidden:
+class Hidden(struct.PyTreeNode):
   """Result of the forward pass, before the unembedding."""
 
   x_BTD: jax.Array
   # The results of the blocks, stacked by layer.
-  layers: Any
+  layers: LayerSums
   # The unembedding.
   w_DV: jax.Array
   # The states of the draft heads, or of the layers of multi-token prediction; None if neither runs.
@@ -78,9 +76,15 @@ class Hidden:
   # The results of the models whose predictions the loss follows.
   teachers: "tuple[Hidden, ...]" = ()
 
+  @property
+  def drafted_BTJD(self) -> jax.Array:
+    """The states of the draft heads, in a loss that needs them."""
+    assert self.y_BTJD is not None, "a forward pass without the draft heads"
+    return self.y_BTJD
+
 
 def run_forward(
-  model: Decoder, params: Any, batch: Batch, jitter_key: jax.Array | None, *, drafts: bool
+  model: Decoder, params: PyTree, batch: DeviceBatch, jitter_key: jax.Array | None, *, drafts: bool
 ) -> Hidden:
   """Run the forward pass.
 
@@ -92,7 +96,7 @@ def run_forward(
   rngs = None
   if jitter_key is not None:
     rngs = {"jitter": jitter_key}
-  x_BTD, layers, w_DV = model.apply(
+  result: PyTree = model.apply(
     {"params": params},
     batch.tokens_BT,
     batch.segment_BT,
@@ -100,9 +104,10 @@ def run_forward(
     method=model.hidden_and_unembedding,
     rngs=rngs,
   )
-  y_BTJD = None
+  x_BTD, layers, w_DV = result
+  y_BTJD: PyTree = None
   if drafts and model.cfg.mtp_num_layers:
-    y_BTJD, mtp_layers = model.apply(
+    mtp_result: PyTree = model.apply(
       {"params": params},
       x_BTD,
       batch.tokens_BT,
@@ -111,6 +116,7 @@ def run_forward(
       method=model.mtp_hidden,
       rngs=rngs,
     )
+    y_BTJD, mtp_layers = mtp_result
     layers = jax.tree.map(lambda *stacked: jnp.concatenate(stacked), layers, mtp_layers)
   elif drafts:
     y_BTJD = model.apply({"params": params}, x_BTD, method=model.draft_hidden)
@@ -123,7 +129,7 @@ def run_forward(
   )
 
 
-def next_token(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
+def next_token(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Cross-entropy of the main head against the next token."""
   nll, logits_z = cross_entropy_sums(
     hidden.x_BTD,
@@ -158,7 +164,7 @@ def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array,
 class Loss:
   """One loss of the table: the sums of a forward pass, and the loss of their totals."""
 
-  sums: Callable[[Hidden, Batch, TrainingConfig, Sharder], Sums]
+  sums: Callable[[Hidden, DeviceBatch, TrainingConfig, Sharder], Sums]
   combine: Callable[[Sums, TrainingConfig, MoeConfig], tuple[jax.Array, dict]]
   # Whether its gradient flows through the model's own logits.
   logits: bool = True
@@ -180,17 +186,17 @@ class DecoderLoss(LossFunction):
 
   def forward(
     self,
-    params: Any,
-    collections: Any,
-    batch: Batch,
+    params: PyTree,
+    collections: PyTree,
+    batch: DeviceBatch,
     key: jax.Array,
-    extra: Mapping[str, Any],
-  ) -> tuple[Sums, Any]:
+    extra: Mapping[str, PyTree],
+  ) -> tuple[Sums, PyTree]:
     hidden = self.hidden(params, batch, key, extra)
     sums = self.loss.sums(hidden, batch, self.cfg, self.model.sharder)
     if self.model.cfg.mtp_num_layers:
       mtp = mtp_sums(
-        hidden.y_BTJD,
+        hidden.drafted_BTJD,
         hidden.w_DV,
         hidden.soft_cap,
         batch,
@@ -200,7 +206,9 @@ class DecoderLoss(LossFunction):
       sums = sums.replace(mtp=mtp)
     return sums, collections
 
-  def hidden(self, params: Any, batch: Batch, key: jax.Array, extra: Mapping[str, Any]) -> Hidden:
+  def hidden(
+    self, params: PyTree, batch: DeviceBatch, key: jax.Array, extra: Mapping[str, PyTree]
+  ) -> Hidden:
     """Run the forward pass before the unembedding."""
     del extra
     drafts = self.loss.drafts or self.model.cfg.mtp_num_layers > 0
@@ -218,7 +226,9 @@ class DecoderLoss(LossFunction):
       metrics["expert_dropped"] = routers.dropped
     return total, metrics
 
-  def linearization_point(self, zeros: Sums, batch: Batch, sum_batch: Callable[[], Sums]) -> Sums:
+  def linearization_point(
+    self, zeros: Sums, batch: DeviceBatch, sum_batch: Callable[[], Sums]
+  ) -> Sums:
     """Count tokens and rows, which the batch determines.
 
     The loss is linear in every other sum except the experts' load over the batch, which takes a
@@ -241,12 +251,12 @@ class DecoderLoss(LossFunction):
 
   def sum_over_slices(
     self,
-    function: Callable[..., Any],
-    trained: Any,
-    frozen: Any,
+    function: Callable[..., PyTree],
+    trained: PyTree,
+    frozen: PyTree,
     micro: MicroBatches,
-    *rest: Any,
-  ) -> Any:
+    *rest: PyTree,
+  ) -> PyTree:
     """Call `function` on every slice along mesh axis `data` with its rows, and add up.
 
     `data` spans the slow links between slices, over which XLA would reduce gradients in every
@@ -260,11 +270,11 @@ class DecoderLoss(LossFunction):
     model = self.model.clone(sharder=sharder.inside_shard_map("data"))
     local = dataclasses.replace(self, model=model)
 
-    def slice_sums(*arguments: Any) -> Any:
+    def slice_sums(*arguments: PyTree) -> PyTree:
       return jax.lax.psum(function(local, *arguments), "data")
 
     replicated = jax.P()
-    rows = MicroBatches(batch=jax.P(None, "data"), key=replicated)
+    rows = MicroBatches(batch=jax.P(None, "data"), key=replicated)  # as arrays are given
     per_slice = jax.shard_map(
       slice_sums,
       mesh=sharder.mesh,
@@ -287,7 +297,7 @@ class DecoderLoss(LossFunction):
     return sharded == {"activation_batch", "activation_batch_no_exp"}
 
 
-def _count_rows(sums: Sums, batch: Batch, num_mtp_layers: int) -> Sums:
+def _count_rows(sums: Sums, batch: DeviceBatch, num_mtp_layers: int) -> Sums:
   """The sums with the numbers of tokens and rows of the whole batch."""
   counted = sums.replace(weight=jnp.sum(batch.weight_BT))
   if "moe" not in sums.layers:

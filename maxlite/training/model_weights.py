@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.optim.labels import Labels, split
 from maxlite.phases.phase_plan import PhasePlan
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.training.model_folders import ModelFolder, model_folders
 from maxlite.training.trainer import Trainer, build_trainer
@@ -37,10 +37,10 @@ class ModelWeights(abc.ABC):
   model: ModelConfig
 
   @abc.abstractmethod
-  def read(self, trainer: Trainer) -> Any:
+  def read(self, trainer: Trainer) -> PyTree:
     """The parameters, sharded as those of `trainer`, which is of the same model."""
 
-  def read_averages(self, trainer: Trainer) -> Any:
+  def read_averages(self, trainer: Trainer) -> PyTree:
     """The moving averages of the parameters if the folder has them, otherwise the parameters."""
     return self.read(trainer)
 
@@ -53,10 +53,10 @@ class RunWeights(ModelWeights):
     self._cfg: Config = build(Config, read_saved(self._folder.config, command))
     self.model = self._cfg.model
 
-  def read(self, trainer: Trainer) -> Any:
+  def read(self, trainer: Trainer) -> PyTree:
     return self._restore({"params": trainer.abstract_state.params})["params"]
 
-  def read_averages(self, trainer: Trainer) -> Any:
+  def read_averages(self, trainer: Trainer) -> PyTree:
     params = trainer.abstract_state.params
     if not self._cfg.training.ema_decay:
       return self.read(trainer)
@@ -73,13 +73,13 @@ class RunWeights(ModelWeights):
     parts = self._restore({"params": params, "ema": ema})
     return averaged_params(trainer.abstract_state.replace(**parts))
 
-  def _restore(self, parts: dict[str, Any]) -> dict[str, Any]:
+  def _restore(self, parts: dict[str, PyTree]) -> dict[str, PyTree]:
     directory = self._folder.checkpoints
     checkpoints = Checkpoints(self._cfg.checkpoint, directory, print_to_stderr)
     return checkpoints.restore_parts(parts)[0]
 
 
-def read_parameters(trainer: Trainer) -> Any:
+def read_parameters(trainer: Trainer) -> PyTree:
   """The parameters at load_parameters_path, sharded and typed as those of `trainer`.
 
   Reports the keys in which the models differ although their parameters have the same shapes.
@@ -106,7 +106,7 @@ def read_parameters(trainer: Trainer) -> Any:
   return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
 
 
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(params: PyTree) -> dict[str, tuple[int, ...]]:
   """The shape of every parameter, by path."""
   return {path: leaf.shape for path, leaf in leaves_by_path(params).items()}
 

@@ -1,13 +1,11 @@
 """The loss of multi-token prediction, a term beside the loss of every objective."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from maxlite.config.schema import TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models.draft import draft_weight, shift_left
 from maxlite.models.mtp import mtp_segments
@@ -15,8 +13,7 @@ from maxlite.sharding import Sharder
 from maxlite.training.cross_entropy import cross_entropy_sums
 
 
-@struct.dataclass
-class MtpSums:
+class MtpSums(struct.PyTreeNode):
   """Sums over the tokens that each layer of multi-token prediction predicts, float32."""
 
   # The weight of the loss: 1 per predicted token.
@@ -25,7 +22,7 @@ class MtpSums:
   nll_J: jax.Array
 
 
-def mtp_weights(batch: Batch, num_layers: int) -> jax.Array:
+def mtp_weights(batch: DeviceBatch, num_layers: int) -> jax.Array:
   """weight_J: the weight of the tokens of the batch that each layer predicts.
 
   The target of a position counts if it is a target of the same document.
@@ -38,7 +35,7 @@ def mtp_sums(
   y_BTJD: jax.Array,
   w_DV: jax.Array,
   soft_cap: float,
-  batch: Batch,
+  batch: DeviceBatch,
   cfg: TrainingConfig,
   sharder: Sharder,
 ) -> MtpSums:
@@ -68,8 +65,8 @@ def mtp_sums(
 
 
 def add_mtp_loss(
-  sums: MtpSums, total: jax.Array, parts: dict[str, Any], cfg: TrainingConfig
-) -> tuple[jax.Array, dict[str, Any]]:
+  sums: MtpSums, total: jax.Array, parts: dict[str, jax.Array], cfg: TrainingConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Add the mean over layers of their mean loss per token; `mtp_loss` in the parts is not scaled.
 
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 24 and 25.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import optax
@@ -14,6 +13,7 @@ from maxlite.config.schema import DataConfig, ModelConfig, TrainingConfig
 from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
 from maxlite.optim.labels import Labels, partitioned, split
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.batch_shape import batch_shape
 
 
@@ -32,7 +32,7 @@ class Objective:
   # The optimizer of the trained parameters.
   tx: optax.GradientTransformation
   # The learning rate of the next update, from the optimizer state.
-  learning_rate: Callable[[Any], jax.Array]
+  learning_rate: Callable[[PyTree], jax.Array]
   # Rows over all devices, and positions.
   batch_shape: tuple[int, int]
   # The number of updates in the run, by which the schedule is built.
@@ -46,7 +46,7 @@ class ObjectiveBuilder:
   """Builds the objectives of one model."""
 
   model: ModelConfig
-  names: Any  # The logical axis names of the parameters.
+  names: PyTree  # The logical axis names of the parameters.
   sharder: Sharder
   stored_numbers: Collection[str] = ()  # Numbers of the optimizers that are in their states.
 

@@ -7,7 +7,7 @@ that it alternates (`transforms/alternating_phases.py`).
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from maxlite.data.host_batches import BatchSchedule
 from maxlite.optim.labels import Labels
 from maxlite.phases.phase_programs import compile_for_batches
 from maxlite.sharding.compiler_options import Options
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepResult
 from maxlite.training.objective import Objective, ObjectiveBuilder
@@ -38,13 +39,13 @@ class StepBuilder(Protocol):
   @property
   def compiler_options(self) -> Options: ...
 
-  def abstract_inputs(self, batch_shape: tuple[int, int]) -> Any:
+  def abstract_inputs(self, batch_shape: tuple[int, int]) -> PyTree:
     """The inputs of a step, as ShapeDtypeStructs."""
 
   def build_objective_step(self, index: int, *, check_zero: ZeroCheck | None = None) -> Step:
     """The pure step of one objective."""
 
-  def jit_step(self, index: int) -> Any:
+  def jit_step(self, index: int) -> jax.stages.Wrapped:
     """The step of one objective under `jax.jit`; it donates the state."""
 
 
@@ -62,7 +63,7 @@ class StepPrograms(Protocol):
   def programs(self) -> Sequence[Program]:
     """The program of every kind of step."""
 
-  def step(self, state: TrainState, inputs: Any) -> StepResult:
+  def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     """Take the step that is due; it donates the state."""
 
   def next_objective(self, state: TrainState) -> str:
@@ -83,7 +84,7 @@ class ObjectivePlan(abc.ABC):
     """Build the objectives."""
 
   @abc.abstractmethod
-  def init_opt_state(self, params: Any, objectives: Sequence[Objective]) -> Any:
+  def init_opt_state(self, params: PyTree, objectives: Sequence[Objective]) -> PyTree:
     """The optimizer state of all objectives before the first step."""
 
   @property
@@ -92,7 +93,7 @@ class ObjectivePlan(abc.ABC):
     """The parameters that some objective trains; None: all."""
 
   @abc.abstractmethod
-  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: Any) -> Step:
+  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: PyTree) -> Step:
     """Join the steps of all objectives to one pure function, which takes the step that is due.
 
     Args:
@@ -124,7 +125,7 @@ class SingleObjective(ObjectivePlan):
     )
     return [builder.build(whole, num_updates=cfg.run.steps, labels=None)]
 
-  def init_opt_state(self, params: Any, objectives: Sequence[Objective]) -> Any:
+  def init_opt_state(self, params: PyTree, objectives: Sequence[Objective]) -> PyTree:
     (objective,) = objectives
     return objective.tx.init(params)
 
@@ -132,7 +133,7 @@ class SingleObjective(ObjectivePlan):
   def trained(self) -> Labels:
     return None
 
-  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: Any) -> Step:
+  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: PyTree) -> Step:
     (step,) = steps.values()
     return step
 
@@ -153,7 +154,7 @@ class BatchPrograms:
   def programs(self) -> list[Program]:
     return [Program(0, shape) for shape in self._schedule.shapes]
 
-  def step(self, state: TrainState, inputs: Any) -> StepResult:
+  def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     return self._compiled(state, inputs)
 
   @functools.cached_property

@@ -2,30 +2,30 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
 from maxlite.optim.labels import paths_in
+from maxlite.sharding.pytree import PyTree
 
 BIAS = r"(^|/)router/bias$"
 
 
-def build_routed_bias_update(cfg: MoeConfig) -> Callable[[Any, dict, jax.Array], Any] | None:
+def build_routed_bias_update(cfg: MoeConfig) -> Callable[[PyTree, dict, jax.Array], PyTree] | None:
   """Build the step's `post_update` that moves routers' biases; None without `routed_bias`."""
   if not cfg.routed_bias:
     return None
 
-  def update(params: Any, metrics: dict, finite: jax.Array) -> Any:
+  def update(params: PyTree, metrics: dict, finite: jax.Array) -> PyTree:
     rate = jnp.where(finite, cfg.routed_bias_update_rate, 0)
     return move_routed_biases(params, metrics["expert_load"], rate)
 
   return update
 
 
-def move_routed_biases(params: Any, count_NE: jax.Array, rate: jax.Array) -> Any:
+def move_routed_biases(params: PyTree, count_NE: jax.Array, rate: jax.Array) -> PyTree:
   """Move every router's bias by `rate`: up for experts with less than the mean load.
 
   Args:

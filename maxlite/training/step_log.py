@@ -4,7 +4,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.step_row import Row, training_row
 from maxlite.metrics.writers import Writers
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
 
@@ -23,7 +24,7 @@ class _PendingStep(NamedTuple):
   """A step that may still be running."""
 
   step: int
-  metrics: Any
+  metrics: PyTree
 
 
 class Log(abc.ABC):
@@ -47,12 +48,12 @@ class Log(abc.ABC):
   def diverged(self) -> str:
     """Why training cannot continue; empty if it can."""
 
-  def add(self, step: int, metrics: Any) -> None:
+  def add(self, step: int, metrics: PyTree) -> None:
     """Take the metrics of `step`, which is running, and settle those of the step before."""
     self.settle()
     self._pending = _PendingStep(step, metrics)
 
-  def settle(self, evaluation: Callable[[], Any] | None = None) -> None:
+  def settle(self, evaluation: Callable[[], PyTree] | None = None) -> None:
     """Wait for the pending step and write its row, if it is due, with the held-out results."""
     if self._pending is None:
       return
@@ -102,11 +103,11 @@ class Log(abc.ABC):
     )
 
   @abc.abstractmethod
-  def _count_step(self, step: int, metrics: Any) -> None:
+  def _count_step(self, step: int, metrics: PyTree) -> None:
     """Count a finished step, whether or not its row is due."""
 
   @abc.abstractmethod
-  def _write(self, step: int, metrics: Any, evaluation: Callable[[], Any] | None) -> None:
+  def _write(self, step: int, metrics: PyTree, evaluation: Callable[[], PyTree] | None) -> None:
     """Write the row or rows of a step, with the held-out results."""
 
 

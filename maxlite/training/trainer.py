@@ -4,18 +4,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
-from maxlite.data.batch import Batch, abstract_batch, to_global
+from maxlite.data.batch import AbstractBatch, DeviceBatch, HostBatch, abstract_batch, to_global
 from maxlite.data.train_streams import TrainStreams
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.layers.lora import add_missing_modules
@@ -35,6 +34,7 @@ from maxlite.phases.phase_programs import repeat_on_batch
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options
+from maxlite.sharding.pytree import PyTree
 from maxlite.sharding.sharding_report import ParameterSharding, check_sharded, parameter_sharding
 from maxlite.step.gradients import StepInputs, build_gradients
 from maxlite.step.train_state import TrainState, init_state
@@ -168,7 +168,7 @@ class Trainer:
     """The compiled training step; it donates the state."""
     return self.step_programs.step
 
-  def jit_step(self, index: int) -> Any:
+  def jit_step(self, index: int) -> jax.stages.Wrapped:
     """The step of one objective under `jax.jit`; it donates the state."""
     inputs = self.abstract_inputs(self.batch_shape)
     return jax.jit(
@@ -190,22 +190,22 @@ class Trainer:
     own = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
     return compiler_options(own[0], self.sharder.platform, self.cfg.run.compiler_options)
 
-  def abstract_inputs(self, batch_shape: tuple[int, int]) -> Any:
+  def abstract_inputs(self, batch_shape: tuple[int, int]) -> PyTree:
     """The inputs of a step on a batch of this shape, as ShapeDtypeStructs."""
     batch = abstract_batch(batch_shape, self.batch_sharding)
     return _join_inputs(batch, self.abstract_extra_inputs)
 
   @property
-  def abstract_extra_inputs(self) -> dict[str, Any]:
+  def abstract_extra_inputs(self) -> dict[str, PyTree]:
     """The inputs of a step beside its batch, as ShapeDtypeStructs, by name."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, PyTree] = {}
     for transform in self.transforms:
       extra |= transform.abstract_inputs()
     return extra
 
-  def with_extra_inputs(self, batch: Batch) -> Any:
+  def with_extra_inputs(self, batch: DeviceBatch) -> PyTree:
     """The inputs of a step on this global batch."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, PyTree] = {}
     for transform in self.transforms:
       extra |= transform.inputs()
     return _join_inputs(batch, extra)
@@ -215,11 +215,11 @@ class Trainer:
     """A hash of the inputs of a step beside its batch; empty if there are none."""
     return " ".join(each.inputs_hash for each in self.transforms if each.inputs_hash)
 
-  def place(self, batch: Batch) -> Batch:
+  def place(self, batch: HostBatch) -> DeviceBatch:
     """Make a global batch of the run's size from this host's rows (numpy)."""
     return to_global(batch, self.batch_sharding, self.batch_shape)
 
-  def next_batch(self, stream: TrainStreams, state: TrainState) -> Any:
+  def next_batch(self, stream: TrainStreams, state: TrainState) -> PyTree:
     """The inputs of the next step, on the next batch of its objective."""
     name = self.step_programs.next_objective(state)
     rows = stream.take(name)
@@ -254,7 +254,7 @@ class Trainer:
       flops += transform.flops(objective, batch_shape)
     return flops * objective.repeat_batch
 
-  def init_params(self, seed: jax.Array | np.ndarray, params: Any = None) -> Any:
+  def init_params(self, seed: ArrayLike, params: PyTree = None) -> PyTree:
     """The parameters before the first step, with logical names (`nn.Partitioned`).
 
     They are a pure function of the seed and of `params` if given; adapters and draft heads that
@@ -266,18 +266,18 @@ class Trainer:
       new = add_missing_modules(params, new)
     return meta.replace_boxed(boxed, new)
 
-  def first_state(self, params: Any, seed: jax.Array | np.ndarray) -> TrainState:
+  def first_state(self, params: PyTree, seed: ArrayLike) -> TrainState:
     """The state before the first step, with these parameters (without logical names)."""
     state = _plain_state(params, seed, self.cfg, self.objective_plan, self.objectives)
     for transform in self.transforms:
       state = transform.start(state)
     return state
 
-  def init(self, seed: jax.Array, params: Any = None) -> TrainState:
+  def init(self, seed: ArrayLike, params: PyTree = None) -> TrainState:
     """The state before the first step, from `init_params`."""
     return self.first_state(meta.unbox(self.init_params(seed, params)), seed)
 
-  def init_state(self, params: Any = None) -> TrainState:
+  def init_state(self, params: PyTree = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
     init = jit_init(self.init, out_shardings=self.state_shardings, donate_argnums=1)
     return init(jnp.uint32(self.cfg.run.init_weights_seed), params)
@@ -343,7 +343,7 @@ def mesh_degrees(cfg: MeshConfig, group: str) -> list[int]:
   return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
 
 
-def _abstract_params(cfg: Config, mesh: Mesh) -> Any:
+def _abstract_params(cfg: Config, mesh: Mesh) -> PyTree:
   """The shapes of the parameters, with logical names (`nn.Partitioned`).
 
   They come from one device: on the mesh, JAX would fail first, with its own error messages.
@@ -353,13 +353,13 @@ def _abstract_params(cfg: Config, mesh: Mesh) -> Any:
   model = Decoder(cfg.model, one)
   shape = (1, cfg.data.max_target_length)
 
-  def init() -> Any:
+  def init() -> PyTree:
     return _init_params(model, jnp.uint32(0), shape)
 
   return jax.eval_shape(init)
 
 
-def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) -> Any:
+def _init_params(model: Decoder, seed: ArrayLike, batch_shape: tuple[int, int]) -> PyTree:
   tokens_BT = jnp.zeros(batch_shape, jnp.int32)
   key = jax.random.fold_in(jax.random.key(seed), 0)
   variables = model.init(
@@ -368,7 +368,7 @@ def _init_params(model: Decoder, seed: jax.Array, batch_shape: tuple[int, int]) 
   return variables["params"]
 
 
-def _shard_parameters(params: Any, names: Any, sharder: Sharder) -> list[ParameterSharding]:
+def _shard_parameters(params: PyTree, names: PyTree, sharder: Sharder) -> list[ParameterSharding]:
   """The sharding of every parameter."""
   paths = paths_in(params)
   leaves = jax.tree.leaves(params)
@@ -389,8 +389,8 @@ def _choose_objective_plan(cfg: Config, transforms: Sequence[StepTransform]) -> 
 
 
 def _plain_state(
-  params: Any,
-  seed: jax.Array,
+  params: PyTree,
+  seed: ArrayLike,
   cfg: Config,
   plan: ObjectivePlan,
   objectives: Sequence[Objective],
@@ -413,16 +413,16 @@ def _abstract_state(
   objectives: Sequence[Objective],
   transforms: Sequence[StepTransform],
   sharder: Sharder,
-  params: Any,
-  parameter_names: Any,
+  params: PyTree,
+  parameter_names: PyTree,
 ) -> TrainState:
   """The state of a run as ShapeDtypeStructs with shardings."""
 
-  def plain_state(params: Any) -> TrainState:
+  def plain_state(params: PyTree) -> TrainState:
     return _plain_state(params, jnp.uint32(0), cfg, plan, objectives)
 
   def place(leaf: jax.ShapeDtypeStruct, leaf_names: jax.P) -> jax.ShapeDtypeStruct:
-    return leaf.update(sharding=sharder.sharding(leaf_names))
+    return leaf.update(sharding=sharder.sharding(tuple(leaf_names)))
 
   state = jax.eval_shape(plain_state, params)
   names = state_names(state, params, parameter_names)
@@ -435,11 +435,11 @@ def _abstract_state(
   return placed
 
 
-def _shardings(tree: Any) -> Any:
+def _shardings(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _join_inputs(batch: Batch, extra: dict[str, Any]) -> Any:
+def _join_inputs(batch: DeviceBatch | AbstractBatch, extra: dict[str, PyTree]) -> PyTree:
   """The inputs of a step: the batch alone if there are no others."""
   if not extra:
     return batch

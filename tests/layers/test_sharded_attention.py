@@ -164,7 +164,7 @@ def test_shards_attend_equally_many_gathered_keys(num_shards):
 
   def num_attended(chunk):
     rows = chunk * size + np.arange(size, dtype=np.int32).reshape(-1, 1, block)
-    blocks = [chunked._QueryBlock(chunked._Queries(None, None, row_BT)) for row_BT in rows]
+    blocks = [chunked._ForwardBlock(chunked._Queries(None, None, row_BT)) for row_BT in rows]
     return sum(int(body(0, block)[0]) for block in blocks)
 
   counts = [sum(map(num_attended, zigzag_chunks(shard, num_shards))) for shard in range(num_shards)]

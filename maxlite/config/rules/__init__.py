@@ -5,8 +5,8 @@ a function and add it to the tuple at the end of its file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.rules.data_rules import DATA_RULES, data_files
 from maxlite.config.rules.ensemble_rules import ENSEMBLE_RULES
@@ -57,7 +57,9 @@ def check_rules(config: Config, sources: Mapping[str, str], *, needs_data: bool)
       raise UserError(f"{place}: {violation.text}")
 
 
-def _describe(keys: Sequence[str], values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def _describe(
+  keys: Sequence[str], values: Mapping[str, KeyValue], sources: Mapping[str, str]
+) -> str:
   """`SOURCE: key=value with key=value (its source, if it is another)`."""
   own_sources = [sources.get(key, DEFAULT) for key in keys]
   first = own_sources[0]

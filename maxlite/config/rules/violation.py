@@ -7,8 +7,9 @@ the first one is raised.
 
 from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, flatten
 
 # The keys that define an ensemble.
@@ -42,7 +43,7 @@ def changed_keys(cfg: Config, keys: Sequence[str]) -> list[str]:
 
 def set_keys(cfg: Config, keys: Sequence[str]) -> list[str]:
   """Those of `keys` whose values are not zero, empty or false, in order."""
-  values: dict[str, Any] = flatten(cfg)
+  values: dict[str, KeyValue] = flatten(cfg)
   return [key for key in keys if values[key]]
 
 

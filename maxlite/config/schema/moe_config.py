@@ -1,14 +1,15 @@
 """The mixture-of-experts block."""
 
 import dataclasses
-from typing import Any
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS, ROUTERS, with_auto
 
 
-def _tile(what: str) -> Any:
-  return field((), f"Megablox tile of {what}: [rows, embed, mlp]; []: by chip and shape.", low=1)
+def _tile(what: str) -> tuple[int, ...]:
+  doc = f"Megablox tile of {what}: [rows, embed, mlp]; []: by chip and shape."
+  tile: tuple[int, ...] = field((), doc, low=1)
+  return tile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The run: processes, mesh, checkpoints and metrics."""
 
 import dataclasses
-from typing import Any
 
 from maxlite.config.config_field import field, machine_field
 from maxlite.config.raw_values import FrozenMapping
@@ -11,10 +10,11 @@ MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outer
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def _degree(kind: str, mesh_axis: str, default: int) -> Any:
+def _degree(kind: str, mesh_axis: str, default: int) -> int:
   where = "within a slice" if kind == "ici" else "across slices"
   doc = f"Shards of the mesh axis `{mesh_axis}` {where}; -1: all remaining devices."
-  return field(default, doc, low=-1)
+  degree: int = field(default, doc, low=-1)
+  return degree
 
 
 @dataclasses.dataclass(frozen=True)

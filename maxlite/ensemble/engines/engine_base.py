@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxlite.config.errors import UserError
 from maxlite.ensemble.member import MemberFactory
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 
 Metrics = dict[str, jax.Array]  # by name
@@ -86,7 +87,7 @@ class EngineRequest:
   num_members: int
   # (number of a member, devices) -> its program on these devices
   program: Callable[[int, Placement], MemberProgram]
-  batch: Any  # one member's batch, which may be abstract
+  batch: PyTree  # one member's batch, which may be abstract
   devices: Sequence[jax.Device]
   spread: bool = False  # whether each member is itself sharded over all devices
   own_batches: bool = False  # whether a step takes a batch per member, stacked
@@ -128,11 +129,11 @@ def own_placement(devices: Sequence[jax.Device], *, spread: bool) -> Placement:
 class EnsembleEngine:
   """Base of engines; subclasses define the methods below and the form of the state."""
 
-  init: Callable[[], Any]  # () -> state
-  step: Callable[[Any, Any], tuple[Any, StackMetrics]]  # (state, batch); donates the state
+  init: Callable[[], PyTree]  # () -> state
+  step: Callable[[PyTree, PyTree], tuple[PyTree, StackMetrics]]  # (state, batch); donates the state
   predict: Callable[..., list]  # (state, inputs, method="predict") -> its result for each member
-  pack: Callable[[Sequence[Any]], Any]  # every member's solo state -> state
-  take: Callable[[Any, int], TrainState]  # (state, z) -> the solo state of member z
+  pack: Callable[[Sequence[PyTree]], PyTree]  # every member's solo state -> state
+  take: Callable[[PyTree, int], TrainState]  # (state, z) -> the solo state of member z
   step_cost: Callable[[], StepCost]
 
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
@@ -144,11 +145,11 @@ class EnsembleEngine:
     """Per member, shapes and dtypes of the state of its solo run."""
     return [program.abstract_state for program in self.programs]
 
-  def unpack(self, state: Any) -> list[TrainState]:
+  def unpack(self, state: PyTree) -> list[TrainState]:
     """The solo states of all members."""
     return [self.take(state, z) for z in range(len(self.programs))]
 
-  def place(self, batch: Any, *, own_batches: bool = False) -> Any:
+  def place(self, batch: PyTree, *, own_batches: bool = False) -> PyTree:
     """The global batch from this process's rows; engines of one process place it in `step`.
 
     Args:
@@ -157,7 +158,7 @@ class EnsembleEngine:
     del own_batches
     return batch
 
-  def result_shapes(self, method: str, inputs: Any) -> list[Any]:
+  def result_shapes(self, method: str, inputs: PyTree) -> list[PyTree]:
     """Per member, the shapes of what `method` of its functions returns."""
     return [
       jax.eval_shape(getattr(program.functions, method), state, inputs)
@@ -202,7 +203,7 @@ class EnsembleEngine:
     )
 
 
-def _member_cost(state: TrainState, flops: Sequence[float], batch: Any) -> MemberCost:
+def _member_cost(state: TrainState, flops: Sequence[float], batch: PyTree) -> MemberCost:
   """The cost of a member's step.
 
   Args:
@@ -222,7 +223,7 @@ def _member_cost(state: TrainState, flops: Sequence[float], batch: Any) -> Membe
   )
 
 
-def _num_rows(batch: Any) -> int:
+def _num_rows(batch: PyTree) -> int:
   """The size of the first axis of a batch; 1 if it has none."""
   leaves = jax.tree.leaves(batch)
   if not leaves or not leaves[0].shape:
@@ -239,7 +240,7 @@ def share_of_device(cost: MemberCost, num_devices: float) -> MemberCost:
   )
 
 
-def tree_bytes(tree: Any) -> float:
+def tree_bytes(tree: PyTree) -> float:
   """The size of all arrays, which may be abstract."""
   total = 0
   for leaf in jax.tree.leaves(tree):

@@ -1,7 +1,6 @@
 """Parts of trees: parameters by path, and the entries of members along the first axis."""
 
 from collections.abc import Container, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
 from maxlite.ensemble.engines.engine_base import Metrics, StackMetrics, stack_common
+from maxlite.sharding.pytree import PyTree
 
 
-def without_paths(params: Any, paths: frozenset[str]) -> Any:
+def without_paths(params: PyTree, paths: frozenset[str]) -> PyTree:
   """The parameters except those at `paths`."""
   kept = {}
   for path, leaf in flatten_dict(params, sep="/").items():
@@ -21,7 +21,7 @@ def without_paths(params: Any, paths: frozenset[str]) -> Any:
   return unflatten_dict(kept, sep="/")
 
 
-def only_paths(params: Any, paths: frozenset[str]) -> Any:
+def only_paths(params: PyTree, paths: frozenset[str]) -> PyTree:
   """The parameters at `paths`."""
   kept = {}
   for path, leaf in flatten_dict(params, sep="/").items():
@@ -30,7 +30,7 @@ def only_paths(params: Any, paths: frozenset[str]) -> Any:
   return unflatten_dict(kept, sep="/")
 
 
-def merge_params(own: Any, shared: Any) -> Any:
+def merge_params(own: PyTree, shared: PyTree) -> PyTree:
   """All parameters from two parts of them."""
   return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
 
@@ -38,12 +38,12 @@ def merge_params(own: Any, shared: Any) -> Any:
 Rows = int | list[int] | np.ndarray | jax.Array  # the number of an entry, or several numbers
 
 
-def take_row(tree: Any, row: Rows) -> Any:
+def take_row(tree: PyTree, row: Rows) -> PyTree:
   """Entry `row`, or the entries with these numbers, along the first axis of every array."""
   return jax.tree.map(lambda leaf: leaf[row], tree)
 
 
-def stack_rows(trees: Sequence[Any]) -> Any:
+def stack_rows(trees: Sequence[PyTree]) -> PyTree:
   """The trees as one, with a new first axis."""
 
   def stack(*leaves: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def metrics_besides(common: Container[str], metrics: Metrics) -> Metrics:
   return {name: value for name, value in metrics.items() if name not in common}
 
 
-def with_shardings(tree: Any, shardings: Any) -> Any:
+def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
   """The abstract arrays with shardings.
 
   Args:
@@ -79,7 +79,7 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
   if shardings is None:
     return tree
 
-  def shard_all(sharding: NamedSharding, part: Any) -> Any:
+  def shard_all(sharding: NamedSharding, part: PyTree) -> PyTree:
     def shard(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -88,5 +88,5 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
   return jax.tree.map(shard_all, shardings, tree)
 
 
-def copy_tree(tree: Any) -> Any:
+def copy_tree(tree: PyTree) -> PyTree:
   return jax.tree.map(jnp.copy, tree)

@@ -11,7 +11,7 @@ Frozen parameters that are equal in all members have no such axis: a group holds
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -35,6 +35,7 @@ from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_programs import switch_step
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientResult
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import step_key
@@ -43,18 +44,17 @@ from maxlite.step.train_step import step_key
 Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]
 
 
-@struct.dataclass
-class GroupState:
+class GroupState(struct.PyTreeNode):
   """The states of Z members; in `members`, every leaf has a first axis of Z."""
 
   # The members' states without the parameters in `shared`. If the members' optimizers are different
   # functions, the optimizer state is a tuple of one per member.
   members: TrainState
   # Frozen parameters that are equal in all members.
-  shared: Any
+  shared: PyTree
 
   @property
-  def clock(self) -> Any:
+  def clock(self) -> PyTree:
     """The position in the schedule of phases, which all members have."""
     return take_row(self.members.clock, 0)
 
@@ -62,13 +62,13 @@ class GroupState:
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  init_variables: Callable[[Seed, Any], dict[str, Any]]  # as in `MemberFunctions`
+  init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
   # (parameters, other collections, batch, random key) -> GradientResult
   gradients: Callable[..., GradientResult] | None
   shared_paths: frozenset[str]  # paths of the parameters that the group holds once
   has_collections: bool  # whether the module has others than `params`
 
-  def create(self, seed: jax.Array, params: Any) -> None:
+  def create(self, seed: jax.Array, params: PyTree) -> None:
     """Create the variables; every one has logical names, so that the members' axis has one too."""
     variables = self.init_variables(seed, params)
     variables["params"] = without_paths(variables["params"], self.shared_paths)
@@ -77,7 +77,7 @@ class MemberModule(nn.Module):
         named = jax.tree.map(_with_names, value, is_leaf=_has_names)
         self.put_variable(collection, name, named)
 
-  def __call__(self, shared: Any, batch: Any, key: jax.Array) -> GradientResult:
+  def __call__(self, shared: PyTree, batch: PyTree, key: jax.Array) -> GradientResult:
     """The gradients of the loss, for the variables of this module and the shared parameters."""
     assert self.gradients is not None  # it is None for `create` only
     variables = dict(self.variables)
@@ -86,11 +86,11 @@ class MemberModule(nn.Module):
     return self.gradients(params, collections, batch, key)
 
 
-def _has_names(leaf: Any) -> bool:
+def _has_names(leaf: PyTree) -> bool:
   return isinstance(leaf, meta.AxisMetadata)
 
 
-def _with_names(leaf: Any) -> Any:
+def _with_names(leaf: PyTree) -> PyTree:
   """The variable with a logical name, which may be None, for every axis."""
   if _has_names(leaf):
     return leaf
@@ -137,13 +137,13 @@ class MemberGroup:
     shared = only_paths(self.functions.abstract_state.params, self.shared_paths)
     return tree_bytes(shared) * (len(self.programs) - 1)
 
-  def boxed_variables(self, params: Any = None) -> dict[str, Any]:
+  def boxed_variables(self, params: PyTree = None) -> dict[str, PyTree]:
     """The members' variables before the first step, with logical names (`nn.Partitioned`)."""
     module = self._lift("create", in_axes=(0, None))
     _, variables = module.apply({}, self._seed_Z, params, method="create", mutable=True)
-    return cast(dict[str, Any], variables)
+    return cast(dict[str, PyTree], variables)
 
-  def init(self, params: Any = None) -> GroupState:
+  def init(self, params: PyTree = None) -> GroupState:
     """The state before the first step; `params` replace those that are drawn."""
     drawn = self.functions.init_variables(self._seed_Z[0], params)
     shared = only_paths(meta.unbox(drawn["params"]), self.shared_paths)
@@ -151,7 +151,7 @@ class MemberGroup:
 
     def start(
       functions: MemberFunctions,
-      variables: dict[str, Any],
+      variables: dict[str, PyTree],
       seed: Seed,
     ) -> TrainState:
       whole = dict(variables)
@@ -170,7 +170,7 @@ class MemberGroup:
       opt_state = tuple(opt_states)
     return GroupState(dataclasses.replace(members, opt_state=opt_state), shared)
 
-  def step(self, state: GroupState, batch: Any) -> tuple[GroupState, Metrics]:
+  def step(self, state: GroupState, batch: PyTree) -> tuple[GroupState, Metrics]:
     """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
     schedule = self.functions.schedule
     if schedule is None:
@@ -181,7 +181,7 @@ class MemberGroup:
     switched = switch_step(steps, schedule, state, batch)
     return switched(state, batch)
 
-  def gradients(self, state: GroupState, batch: Any, index: int = 0) -> GradientResult:
+  def gradients(self, state: GroupState, batch: PyTree, index: int = 0) -> GradientResult:
     """The result of the members' forward and backward passes, stacked, in the phase `index`."""
     batch_axis = 0 if self._own_batches else None
     of_one = self.functions.phases[index].gradients
@@ -191,11 +191,11 @@ class MemberGroup:
     result = module.apply(variables, state.shared, batch, key_Z)
     return cast(GradientResult, result)
 
-  def predict(self, state: GroupState, inputs: Any, method: str = "predict") -> Any:
+  def predict(self, state: GroupState, inputs: PyTree, method: str = "predict") -> PyTree:
     """The result of the members' function `method`, stacked."""
     function = getattr(self.functions, method)
 
-    def predict_one(member: TrainState) -> Any:
+    def predict_one(member: TrainState) -> PyTree:
       return function(self._with_shared(member, state.shared), inputs)
 
     members = dataclasses.replace(state.members, opt_state=None)
@@ -228,12 +228,12 @@ class MemberGroup:
             f"{program.name}: train them as separate runs, or from one load_parameters_path"
           )
 
-  def _flat_shared(self, state: TrainState) -> dict[str, Any]:
+  def _flat_shared(self, state: TrainState) -> dict[str, PyTree]:
     """By path, the parameters of a solo state that the group holds once."""
     shared = only_paths(state.params, self.shared_paths)
     return flatten_dict(shared, sep="/")
 
-  def held(self, state: GroupState) -> Any:
+  def held(self, state: GroupState) -> PyTree:
     """The parameters of which the group holds one copy for all members."""
     return state.shared
 
@@ -251,7 +251,7 @@ class MemberGroup:
       opt_state = state.members.opt_state[row]
     return dataclasses.replace(member, opt_state=opt_state)
 
-  def with_held(self, member: TrainState, held: Any) -> TrainState:
+  def with_held(self, member: TrainState, held: PyTree) -> TrainState:
     """The state of a solo run, from `take`, with the parameters that all members have."""
     return self._with_shared(member, held)
 
@@ -303,7 +303,7 @@ class MemberGroup:
     self,
     index: int,
     state: GroupState,
-    batch: Any,
+    batch: PyTree,
   ) -> tuple[GroupState, Metrics]:
     """A step of the phase with this index."""
     result = self.gradients(state, batch, index)
@@ -315,7 +315,7 @@ class MemberGroup:
       members, metrics = self._update_one_by_one(index, state, result)
     return dataclasses.replace(state, members=members), metrics
 
-  def _update_of(self, functions: MemberFunctions, index: int, shared: Any) -> Update:
+  def _update_of(self, functions: MemberFunctions, index: int, shared: PyTree) -> Update:
     """The update of one member, whose state lacks the shared parameters."""
 
     def update(state: TrainState, result: GradientResult) -> tuple[TrainState, Metrics]:
@@ -350,11 +350,11 @@ class MemberGroup:
     own_params = without_paths(state.params, self.shared_paths)
     return dataclasses.replace(state, params=own_params)
 
-  def _with_shared(self, state: TrainState, shared: Any) -> TrainState:
+  def _with_shared(self, state: TrainState, shared: PyTree) -> TrainState:
     whole_params = merge_params(state.params, shared)
     return dataclasses.replace(state, params=whole_params)
 
-  def _by_phase(self, function: Callable[[int, Any], Any], opt_state: Any) -> Any:
+  def _by_phase(self, function: Callable[[int, PyTree], PyTree], opt_state: PyTree) -> PyTree:
     """function(index of a phase, its optimizer state) for every phase."""
     schedule = self.functions.schedule
     if schedule is None:
@@ -373,22 +373,22 @@ class MemberGroup:
       numbers[name] = np.array(values, np.float32)
     return numbers
 
-  def _set_numbers(self, index: int, opt_state: Any) -> Any:
+  def _set_numbers(self, index: int, opt_state: PyTree) -> PyTree:
     """The stacked optimizer state of a phase with each member's numbers."""
     return set_numbers(opt_state, self._numbers(index))
 
-  def _without_numbers(self, _index: int, opt_state: Any) -> Any:
+  def _without_numbers(self, _index: int, opt_state: PyTree) -> PyTree:
     """The optimizer state of a member without the numbers that a solo run does not store."""
     return without_numbers(opt_state, self.programs[0].solo_numbers)
 
-  def _with_numbers(self, opt_state: Any, z: int) -> Any:
+  def _with_numbers(self, opt_state: PyTree, z: int) -> PyTree:
     """The optimizer state of a solo run of member z, with the stored numbers."""
     kept = self.programs[0].solo_numbers
     if self._stored == kept:
       return opt_state
     abstract = self.functions.abstract_state.opt_state
 
-    def convert(index: int, own: Any) -> Any:
+    def convert(index: int, own: PyTree) -> PyTree:
       values = {name: value[z] for name, value in self._numbers(index).items()}
       like = abstract
       if self.functions.schedule is not None:
@@ -417,7 +417,7 @@ def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions)
   return functions.frozen
 
 
-def _are_equal(left: Any, right: Any) -> bool:
+def _are_equal(left: PyTree, right: PyTree) -> bool:
   """Whether two arrays, which may be on several hosts, are equal."""
   if isinstance(left, jax.Array) and not left.is_fully_addressable:
     return bool(jax.jit(jnp.array_equal)(left, right))

@@ -7,7 +7,7 @@ So the first step compares every member's loss, gradients and update with those 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import step_key
 
@@ -59,23 +60,23 @@ class PaddedEngine(EnsembleEngine):
   def step_cost(self) -> StepCost:
     return self._stack.step_cost()
 
-  def init(self) -> list[Any]:
+  def init(self) -> list[PyTree]:
     states = []
     for program in self.programs:
       init = jit_init(program.functions.init)
       states.append(init(program.seed_array, program.read_base_params()))
     return self.pack(states)
 
-  def pack(self, states: Sequence[TrainState]) -> list[Any]:
+  def pack(self, states: Sequence[TrainState]) -> list[PyTree]:
     padded = []
     for state, largest in zip(states, self._stack.abstract, strict=True):
       padded.append(jax.tree.map(_pad, state, largest))
     return self._stack.pack(padded)
 
-  def take(self, state: list[Any], z: int) -> TrainState:
+  def take(self, state: list[PyTree], z: int) -> TrainState:
     return jax.tree.map(_cut, self._stack.take(state, z), self.abstract[z])
 
-  def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
+  def predict(self, state: list[PyTree], inputs: PyTree, method: str = "predict") -> list[PyTree]:
     padded = self._stack.predict(state, inputs, method)
     shapes = self.result_shapes(method, inputs)
     results = []
@@ -83,7 +84,7 @@ class PaddedEngine(EnsembleEngine):
       results.append(jax.tree.map(_cut, result, shape))
     return results
 
-  def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
+  def step(self, state: list[PyTree], batch: PyTree) -> tuple[list[PyTree], StackMetrics]:
     """Raise UserError in the first step if padding changes what a member computes."""
     if self._is_compared:
       return self._stack.step(state, batch)
@@ -140,22 +141,22 @@ class _PaddedResult(NamedTuple):
   """The result of a padded member's step; trees of arrays with the largest member's shapes."""
 
   loss: jax.Array
-  gradients: Any
-  params: Any  # after the step
+  gradients: PyTree
+  params: PyTree  # after the step
 
 
 class _SoloResult(NamedTuple):
   """The result of the same step of the member's solo run."""
 
   loss: jax.Array
-  gradients: Any
-  change: Any  # parameters after the step minus those before it
+  gradients: PyTree
+  change: PyTree  # parameters after the step minus those before it
 
 
 def _compare(
   program: MemberProgram,
   before: TrainState,
-  batch: Any,
+  batch: PyTree,
   padded: _PaddedResult,
 ) -> None:
   """Raise UserError if a padded member differs from its solo run in the first step.
@@ -181,7 +182,7 @@ def _compare(
   _require_equal("update", program.name, change, solo.change)
 
 
-def _require_equal(what: str, name: str, padded: Any, solo: Any) -> None:
+def _require_equal(what: str, name: str, padded: PyTree, solo: PyTree) -> None:
   """Raise UserError if arrays of a padded member are not the padded arrays of its solo run."""
   expected = jax.tree.map(_pad, solo, padded)
   for got, want in zip(jax.tree.leaves(padded), jax.tree.leaves(expected), strict=True):

@@ -7,7 +7,6 @@ requests and replies alternate until the other end is closed.
 import contextlib
 import sys
 from multiprocessing.connection import Connection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import call_factory
 from maxlite.ensemble.member_program import MemberProgram, abstract_tree
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
+from maxlite.sharding.pytree import PyTree
 
 
 def serve(connection: Connection) -> None:
@@ -26,11 +26,11 @@ def serve(connection: Connection) -> None:
   for name, value in handshake["jax_config"].items():
     jax.config.update(name, value)
   engine = _build_engine(handshake)
-  state: Any = None
+  state: PyTree = None
   while True:
     request = from_bytes(connection.recv_bytes())
     content = request["content"]
-    result: Any = None
+    result: PyTree = None
     match request["kind"]:
       case "init":
         state = engine.init()
@@ -49,7 +49,7 @@ def serve(connection: Connection) -> None:
     connection.send_bytes(to_bytes(leaves))
 
 
-def _build_engine(handshake: dict[str, Any]) -> SubmeshEngine:
+def _build_engine(handshake: dict[str, PyTree]) -> SubmeshEngine:
   """The members on the devices of this process, each as in a solo run."""
   ensemble = call_factory(handshake["factory"])
   batch = handshake["example_batch"]

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -33,6 +33,7 @@ from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.ensemble.workers.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.workers.worker_process import WorkerCommand, describe_exit, start
+from maxlite.sharding.pytree import PyTree
 
 MAX_RESTARTS = 3
 _EXIT_SECONDS = 10.0  # the time that a worker has to exit after its connection was closed
@@ -81,7 +82,7 @@ class ProcessEngine(EnsembleEngine):
     return self.cost_of_separate_programs(self._parts)
 
   @functools.cached_property
-  def _metrics(self) -> list[Any]:
+  def _metrics(self) -> list[PyTree]:
     """Per member, the shapes of its metrics."""
     return [metrics for _, metrics in self.result_shapes("step", self.request.batch)]
 
@@ -90,7 +91,7 @@ class ProcessEngine(EnsembleEngine):
     self._change("init", [None] * len(self._workers))
     return self._num_changes
 
-  def step(self, state: int, batch: Any) -> tuple[int, StackMetrics]:
+  def step(self, state: int, batch: PyTree) -> tuple[int, StackMetrics]:
     """Send the batch to all workers before waiting for the first."""
     self._require_current(state)
     batch = jax.device_get(batch)
@@ -107,14 +108,14 @@ class ProcessEngine(EnsembleEngine):
         worker.journal = [_request("load", leaves)]
     return self._num_changes, self._join(metrics)
 
-  def predict(self, state: int, inputs: Any, method: str = "predict") -> list[Any]:
+  def predict(self, state: int, inputs: PyTree, method: str = "predict") -> list[PyTree]:
     self._require_current(state)
     shapes = self.result_shapes(method, inputs)
     contents = [jax.device_get(inputs)] * len(self._workers)
     replies = self._call(method, contents)
     return jax.device_put(self._by_member(replies, shapes))
 
-  def pack(self, states: Sequence[Any]) -> int:
+  def pack(self, states: Sequence[PyTree]) -> int:
     contents = []
     for part in self._parts:
       own = [states[z] for z in part]
@@ -122,14 +123,14 @@ class ProcessEngine(EnsembleEngine):
     self._change("load", contents)
     return self._num_changes
 
-  def take(self, state: int, z: int) -> Any:
+  def take(self, state: int, z: int) -> PyTree:
     return self.unpack(state)[z]
 
-  def unpack(self, state: int) -> list[Any]:
+  def unpack(self, state: int) -> list[PyTree]:
     self._require_current(state)
     return jax.device_put(self._by_member(self._call_unpack(), self.abstract))
 
-  def _call_unpack(self) -> list[list[Any]]:
+  def _call_unpack(self) -> list[list[PyTree]]:
     return self._call("unpack", [None] * len(self._workers))
 
   def _handshake(self, members: Sequence[int]) -> bytes:
@@ -148,12 +149,12 @@ class ProcessEngine(EnsembleEngine):
     if state != self._num_changes:
       raise UserError("this state was donated to a later step; use what that step returned")
 
-  def _change(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
+  def _change(self, kind: str, contents: Sequence[PyTree]) -> list[list[PyTree]]:
     """`_call` with requests that change the workers' states."""
     self._num_changes += 1  # before an interrupt, which would leave some workers changed
     return self._call(kind, contents)
 
-  def _call(self, kind: str, contents: Sequence[Any]) -> list[list[Any]]:
+  def _call(self, kind: str, contents: Sequence[PyTree]) -> list[list[PyTree]]:
     """Every worker's reply; all requests are sent before the first reply is read."""
     requests: dict[int, bytes] = {}  # a content for several workers is serialized once
     for content in contents:
@@ -163,7 +164,7 @@ class ProcessEngine(EnsembleEngine):
       worker.send(kind, requests[id(content)])
     return [worker.receive() for worker in self._workers]
 
-  def _by_member(self, replies: list[list[Any]], shapes: Sequence[Any]) -> list[Any]:
+  def _by_member(self, replies: list[list[PyTree]], shapes: Sequence[PyTree]) -> list[PyTree]:
     """Per member, the tree of its leaves in the workers' replies."""
     trees = {}
     for part, leaves in zip(self._parts, replies, strict=True):
@@ -174,7 +175,7 @@ class ProcessEngine(EnsembleEngine):
     return [trees[z] for z in range(len(self.programs))]
 
 
-def _request(kind: str, content: Any) -> bytes:
+def _request(kind: str, content: PyTree) -> bytes:
   return to_bytes({"kind": kind, "content": content})
 
 
@@ -213,7 +214,7 @@ class _WorkerConnection:
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
       worker.connection.send_bytes(request)
 
-  def receive(self) -> list[Any]:
+  def receive(self) -> list[PyTree]:
     """The reply to the last request.
 
     Raises:

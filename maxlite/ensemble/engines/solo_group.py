@@ -1,11 +1,11 @@
 """A member in a group of one."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from maxlite.ensemble.engines.engine_base import Metrics
 from maxlite.ensemble.engines.group_trees import stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 
 
@@ -25,16 +25,16 @@ class SoloGroup:
     self.abstract_state = program.functions.abstract_state
     self._own_batches = own_batches
 
-  def init(self, params: Any = None) -> TrainState:
+  def init(self, params: PyTree = None) -> TrainState:
     return self.functions.init(self.programs[0].seed_array, params)
 
-  def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+  def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     if self._own_batches:
       batch = take_row(batch, 0)
     state, metrics = self.functions.step(state, batch)
     return state, stack_rows([metrics])
 
-  def predict(self, state: TrainState, inputs: Any, method: str = "predict") -> Any:
+  def predict(self, state: TrainState, inputs: PyTree, method: str = "predict") -> PyTree:
     function = getattr(self.functions, method)
     result = function(state, inputs)
     return stack_rows([result])
@@ -42,7 +42,7 @@ class SoloGroup:
   def stack(self, states: Sequence[TrainState]) -> TrainState:
     return states[0]
 
-  def held(self, state: TrainState) -> Any:
+  def held(self, state: TrainState) -> PyTree:
     del state
     return {}
 
@@ -50,7 +50,7 @@ class SoloGroup:
     del row
     return state
 
-  def with_held(self, member: TrainState, held: Any) -> TrainState:
+  def with_held(self, member: TrainState, held: PyTree) -> TrainState:
     del held
     return member
 

@@ -1,7 +1,6 @@
 """Where the states, batches and results of a stack of members are placed."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -9,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxlite.ensemble.engines.group_trees import behind_axis
 from maxlite.ensemble.engines.member_group import GroupState, MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
+from maxlite.sharding.pytree import PyTree
 
 Group = MemberGroup | SoloGroup
 
@@ -71,7 +71,7 @@ class StackPlacement:
       return sharding
     return behind_axis(sharding, None)
 
-  def state(self, group: Group) -> Any:
+  def state(self, group: Group) -> PyTree:
     """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
     if self._mesh is not None:
       return _sharded_over_members(group, self._mesh)
@@ -81,7 +81,7 @@ class StackPlacement:
       return sharder.sharding(())
     return group.shardings()
 
-  def gathered(self, group: Group) -> Any:
+  def gathered(self, group: Group) -> PyTree:
     """The sharding of a state with all members on every device; None if it has it already."""
     if self._mesh is not None:
       return NamedSharding(self._mesh, jax.P())
@@ -97,7 +97,7 @@ class StackPlacement:
     members = jax.tree.map(without_axis, shardings.members)
     return GroupState(members, shardings.shared)
 
-  def on_all_devices(self, tree: Any) -> Any:
+  def on_all_devices(self, tree: PyTree) -> PyTree:
     """Stacked results on all devices; of a sharded stack, every member would take a collective."""
     mesh = self._mesh
     if self._first.axis is not None:
@@ -113,7 +113,7 @@ class StackPlacement:
     return jax.tree.map(replicate, tree)
 
 
-def _sharded_over_members(group: Group, mesh: Mesh) -> Any:
+def _sharded_over_members(group: Group, mesh: Mesh) -> PyTree:
   """The sharding of a state over the axis `ensemble`; what is not stacked is on all devices."""
   replicated = NamedSharding(mesh, jax.P())
   if not isinstance(group, MemberGroup):

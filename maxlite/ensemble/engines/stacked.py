@@ -6,7 +6,6 @@ group of one member runs the program of its solo run unchanged.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +37,7 @@ from maxlite.ensemble.engines.stack_placement import StackPlacement
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 
 
@@ -94,7 +94,7 @@ class StackedEngine(EnsembleEngine):
         )
     return members
 
-  def init(self) -> list[Any]:
+  def init(self) -> list[PyTree]:
     """The state before the first step, by one program per group."""
     params = [group.programs[0].read_base_params() for group in self.groups]
 
@@ -105,7 +105,7 @@ class StackedEngine(EnsembleEngine):
     compiled = compile_in_parallel(lower_each())
     return [program(own) for program, own in zip(compiled, params, strict=True)]
 
-  def pack(self, states: Sequence[TrainState]) -> list[Any]:
+  def pack(self, states: Sequence[TrainState]) -> list[PyTree]:
     """Raise UserError if members of one group differ in parameters that are held once."""
     if not self.request.spread and not self.request.spans_processes:
       states = jax.device_get(list(states))  # they may be on other devices
@@ -115,19 +115,19 @@ class StackedEngine(EnsembleEngine):
       group.check_shared(own)
       by_group.append(own)
 
-    def stack(by_group: list[list[TrainState]]) -> list[Any]:
+    def stack(by_group: list[list[TrainState]]) -> list[PyTree]:
       return [group.stack(own) for group, own in zip(self.groups, by_group, strict=True)]
 
     jitted = jax.jit(stack, out_shardings=self.shardings)
     return jitted(by_group)
 
-  def take(self, state: list[Any], z: int) -> TrainState:
+  def take(self, state: list[PyTree], z: int) -> TrainState:
     """The solo state of member z: copies, since the next step donates the state."""
     number = self._places[z].group
     held = self.groups[number].held(state[number])
     return self._take_with_held(state, z, copy_tree(held))
 
-  def unpack(self, state: list[Any]) -> list[TrainState]:
+  def unpack(self, state: list[PyTree]) -> list[TrainState]:
     """The solo states of all members, which share one copy of what their group holds once.
 
     A stack over devices is gathered once for all of them.
@@ -146,14 +146,14 @@ class StackedEngine(EnsembleEngine):
       states.append(self._take_with_held(gathered, z, held[place.group]))
     return states
 
-  def _take_with_held(self, state: list[Any], z: int, held: Any) -> TrainState:
+  def _take_with_held(self, state: list[PyTree], z: int, held: PyTree) -> TrainState:
     """The solo state of member z, with a copy of what its group holds once."""
     number, row = self._places[z]
     take_row_of_group = self._take[number]
     own = take_row_of_group(state[number], row)
     return self.groups[number].with_held(own, held)
 
-  def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[Any, int], TrainState]:
+  def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[PyTree, int], TrainState]:
     """The solo state of a row; one program for all rows where they have one optimizer."""
     if isinstance(group, MemberGroup) and group.has_one_optimizer:
       static: tuple[int, ...] = ()
@@ -167,11 +167,11 @@ class StackedEngine(EnsembleEngine):
       shardings = self._placement.replicated
     return jax.jit(group.take, static_argnums=static, out_shardings=shardings)
 
-  def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
+  def predict(self, state: list[PyTree], inputs: PyTree, method: str = "predict") -> list[PyTree]:
     by_group = self._predict_groups(state, inputs, method=method)
     return [take_row(by_group[place.group], place.row) for place in self._places]
 
-  def place(self, batch: Any, *, own_batches: bool = False) -> Any:
+  def place(self, batch: PyTree, *, own_batches: bool = False) -> PyTree:
     if not self.request.spans_processes:
       return batch
     sharding = self._placement.batch(own_batches)
@@ -182,14 +182,14 @@ class StackedEngine(EnsembleEngine):
 
     return jax.tree.map(assemble, batch, global_batch)
 
-  def _abstract_batch(self, own_batches: bool) -> Any:
+  def _abstract_batch(self, own_batches: bool) -> PyTree:
     """Shapes and dtypes of a step's batch, with all its rows."""
     one = self.request.batch
     if not own_batches:
       return one
     num_members = len(self.programs)
 
-    def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
+    def stacked(leaf: PyTree) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct((num_members, *leaf.shape), leaf.dtype)
 
     return jax.tree.map(stacked, one)
@@ -221,7 +221,7 @@ class StackedEngine(EnsembleEngine):
       state_bytes=state_bytes / num_devices,
     )
 
-  def _step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
+  def _step(self, state: list[PyTree], batch: PyTree) -> tuple[list[PyTree], StackMetrics]:
     """A step of all groups, to be jitted."""
     batches = [self._batch_of(group, batch) for group in self.indices]
     steps = [group.step for group in self.groups]
@@ -241,7 +241,7 @@ class StackedEngine(EnsembleEngine):
       own.append(take_row(others, place.row))
     return StackMetrics(common, own)
 
-  def _predict(self, state: list[Any], inputs: Any, method: str) -> list[Any]:
+  def _predict(self, state: list[PyTree], inputs: PyTree, method: str) -> list[PyTree]:
     """The results of all groups, to be jitted."""
     functions = [functools.partial(group.predict, method=method) for group in self.groups]
     inputs_of_groups = [inputs] * len(self.groups)
@@ -250,10 +250,10 @@ class StackedEngine(EnsembleEngine):
 
   def _run_groups(
     self,
-    functions: Sequence[Callable[[Any, Any], Any]],
-    states: list[Any],
-    inputs: list[Any],
-  ) -> list[Any]:
+    functions: Sequence[Callable[[PyTree, PyTree], PyTree]],
+    states: list[PyTree],
+    inputs: list[PyTree],
+  ) -> list[PyTree]:
     """Per group, functions[g](states[g], inputs[g]).
 
     Devices that XLA:CPU simulates would start the collectives of independent groups in different
@@ -262,7 +262,7 @@ class StackedEngine(EnsembleEngine):
     """
     platform = self.request.devices[0].platform
     in_order = self.request.spread and platform == "cpu"
-    results: list[Any] = []
+    results: list[PyTree] = []
     for function, state, own_inputs in zip(functions, states, inputs, strict=True):
       operands = (state, own_inputs)
       if results and in_order:
@@ -270,7 +270,7 @@ class StackedEngine(EnsembleEngine):
       results.append(function(*operands))
     return results
 
-  def _batch_of(self, group: list[int], batch: Any) -> Any:
+  def _batch_of(self, group: list[int], batch: PyTree) -> PyTree:
     """The part of a step's batch that the group reads."""
     if not self.request.own_batches:
       return batch

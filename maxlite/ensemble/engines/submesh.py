@@ -4,8 +4,7 @@ Steps are dispatched without waiting, so that all parts work at the same time.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -22,8 +21,9 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.phases.phase_programs import compile_in_parallel
+from maxlite.sharding.pytree import PyTree
 
-Method = Callable[[Any, Any], Any]  # (state, inputs) -> result
+Method = Callable[[PyTree, PyTree], PyTree]  # (state, inputs) -> result
 
 
 class SubmeshEngine(EnsembleEngine):
@@ -78,7 +78,7 @@ class SubmeshEngine(EnsembleEngine):
     Args:
       lower: lowers the function of a member, given its number.
     """
-    firsts: dict[Any, int] = {}  # the first member with each key
+    firsts: dict[Hashable, int] = {}  # the first member with each key
     keys = []
     for z, program in enumerate(self.programs):
       key = (id(program.functions), self._batch_shardings[z])
@@ -106,7 +106,7 @@ class SubmeshEngine(EnsembleEngine):
       num_devices = sharding.mesh.size
     return self.cost_of_separate_programs(parts, num_devices)
 
-  def init(self) -> list[Any]:
+  def init(self) -> list[PyTree]:
     params = [program.read_base_params() for program in self.programs]
 
     def lower(z: int) -> jax.stages.Lowered:
@@ -119,7 +119,7 @@ class SubmeshEngine(EnsembleEngine):
       states.append(init(program.seed_array, own))
     return states
 
-  def step(self, state: list[Any], batch: Any) -> tuple[list[Any], StackMetrics]:
+  def step(self, state: list[PyTree], batch: PyTree) -> tuple[list[PyTree], StackMetrics]:
     """Dispatch every member's step and return without waiting."""
     batches = self._placed_batches(batch)
     states = []
@@ -131,7 +131,7 @@ class SubmeshEngine(EnsembleEngine):
     metrics = jax.device_put(metrics, self._first_device)
     return states, self._join(metrics)
 
-  def _placed_batches(self, batch: Any) -> list[Any]:
+  def _placed_batches(self, batch: PyTree) -> list[PyTree]:
     """Every member's batch on its devices; members with the same devices share one copy."""
     if self.request.own_batches:
       num_members = len(self.programs)
@@ -143,20 +143,20 @@ class SubmeshEngine(EnsembleEngine):
         placed[sharding] = jax.device_put(batch, sharding)
     return [placed[sharding] for sharding in self._batch_shardings]
 
-  def predict(self, state: list[Any], inputs: Any, method: str = "predict") -> list[Any]:
+  def predict(self, state: list[PyTree], inputs: PyTree, method: str = "predict") -> list[PyTree]:
     results = []
     for z, function in enumerate(self._jitted(method)):
       own_inputs = jax.device_put(inputs, self._batch_shardings[z])
       results.append(function(state[z], own_inputs))
     return jax.device_put(results, self._first_device)
 
-  def pack(self, states: Sequence[Any]) -> list[Any]:
+  def pack(self, states: Sequence[PyTree]) -> list[PyTree]:
     placed = []
     for state, sharding in zip(states, self._state_shardings, strict=True):
       placed.append(jax.device_put(state, sharding))
     return placed
 
-  def take(self, state: list[Any], z: int) -> Any:
+  def take(self, state: list[PyTree], z: int) -> PyTree:
     # A copy, since the next step donates the state; `jnp.copy` would compile one per shape.
     return jax.device_put(state[z], self._state_shardings[z], may_alias=False)
 

@@ -7,7 +7,6 @@ are sharded along axis `ensemble`. A device selects its member by `axis_index` a
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +25,12 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.group_trees import join_metrics, stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
+from maxlite.sharding.pytree import PyTree
 
 # By dtype, a vector [length], or the vectors of all members [Z, length].
 Vectors = dict[str, jax.Array]
 # (`Vectors` of a member, inputs) -> `Vectors` or trees of them
-MemberFunction = Callable[[Vectors, Any], Any]
+MemberFunction = Callable[[Vectors, PyTree], PyTree]
 
 
 class SwitchEngine(EnsembleEngine):
@@ -68,14 +68,14 @@ class SwitchEngine(EnsembleEngine):
     self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
     self._unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
 
-  def pack(self, states: Sequence[Any]) -> Vectors:
+  def pack(self, states: Sequence[PyTree]) -> Vectors:
     on_host = jax.device_get(list(states))  # the states may be on other devices
     return self._pack(on_host)
 
-  def take(self, state: Vectors, z: int) -> Any:
+  def take(self, state: Vectors, z: int) -> PyTree:
     return self._unpack(state)[z]
 
-  def unpack(self, state: Vectors) -> list[Any]:
+  def unpack(self, state: Vectors) -> list[PyTree]:
     return self._unpack(state)
 
   def step_cost(self) -> StepCost:
@@ -103,11 +103,11 @@ class SwitchEngine(EnsembleEngine):
 
     return init
 
-  def _step(self, vectors: Vectors, batch: Any) -> tuple[Vectors, StackMetrics]:
+  def _step(self, vectors: Vectors, batch: PyTree) -> tuple[Vectors, StackMetrics]:
     results = self.result_shapes("step", self.request.batch)
     layout = _VectorLayout([metrics for _, metrics in results])
 
-    def flatten(result: tuple[Any, dict[str, jax.Array]]) -> tuple[Vectors, Vectors]:
+    def flatten(result: tuple[PyTree, dict[str, jax.Array]]) -> tuple[Vectors, Vectors]:
       state, metrics = result
       return self._states.flatten(state), layout.flatten(metrics)
 
@@ -120,19 +120,19 @@ class SwitchEngine(EnsembleEngine):
     )
     return vectors, join_metrics(layout.unflatten_all(metrics))
 
-  def _predict(self, vectors: Vectors, inputs: Any, method: str = "predict") -> list[Any]:
+  def _predict(self, vectors: Vectors, inputs: PyTree, method: str = "predict") -> list[PyTree]:
     layout = _VectorLayout(self.result_shapes(method, inputs))
     functions = self._on_vectors(method, layout.flatten)
     results = self._on_devices(functions, vectors, inputs, own_inputs=False)
     return layout.unflatten_all(results)
 
-  def _on_vectors(self, method: str, flatten: Callable[[Any], Any]) -> list[MemberFunction]:
+  def _on_vectors(self, method: str, flatten: Callable[[PyTree], PyTree]) -> list[MemberFunction]:
     """Per member, its method as a function of (`Vectors`, inputs) whose result is flattened."""
 
     def function_of(z: int) -> MemberFunction:
       call = getattr(self.programs[z].functions, method)
 
-      def on_vectors(vectors: Vectors, inputs: Any) -> Any:
+      def on_vectors(vectors: Vectors, inputs: PyTree) -> PyTree:
         state = self._states.unflatten(vectors, z)
         return flatten(call(state, inputs))
 
@@ -144,17 +144,17 @@ class SwitchEngine(EnsembleEngine):
     self,
     functions: Sequence[MemberFunction],
     vectors: Vectors,
-    inputs: Any,
+    inputs: PyTree,
     *,
     own_inputs: bool,
-  ) -> Any:
+  ) -> PyTree:
     """functions[z](vectors of member z, inputs) on device z, stacked over members.
 
     Args:
       own_inputs: whether `inputs` have an entry per member along their first axis.
     """
 
-    def local(vectors: Vectors, inputs: Any) -> Any:
+    def local(vectors: Vectors, inputs: PyTree) -> PyTree:
       own_vectors = take_row(vectors, 0)
       if own_inputs:
         inputs = take_row(inputs, 0)
@@ -176,7 +176,7 @@ class SwitchEngine(EnsembleEngine):
 class _VectorLayout:
   """Trees of different structure as vectors of equal length."""
 
-  def __init__(self, trees: Sequence[Any]):
+  def __init__(self, trees: Sequence[PyTree]):
     """The trees may be abstract."""
     self._structures = [jax.tree.structure(tree) for tree in trees]
     self._leaves = [jax.tree.leaves(tree) for tree in trees]
@@ -191,7 +191,7 @@ class _VectorLayout:
       for name, size in sizes.items():
         self._lengths[name] = max(size, self._lengths.get(name, 0))
 
-  def flatten(self, tree: Any) -> Vectors:
+  def flatten(self, tree: PyTree) -> Vectors:
     """The leaves of one of the trees as one vector per dtype, padded with zeros."""
     leaves = jax.tree.leaves(tree)
     vectors = {}
@@ -202,7 +202,7 @@ class _VectorLayout:
       vectors[name] = jnp.concatenate(parts)
     return vectors
 
-  def unflatten(self, vectors: Vectors, z: int) -> Any:
+  def unflatten(self, vectors: Vectors, z: int) -> PyTree:
     """Tree `z` from its vectors."""
     start = dict.fromkeys(self._lengths, 0)
     leaves = []
@@ -214,11 +214,11 @@ class _VectorLayout:
       start[name] = end
     return jax.tree.unflatten(self._structures[z], leaves)
 
-  def flatten_all(self, trees: Sequence[Any]) -> Vectors:
+  def flatten_all(self, trees: Sequence[PyTree]) -> Vectors:
     """All trees, whose vectors are stacked."""
     return stack_rows([self.flatten(tree) for tree in trees])
 
-  def unflatten_all(self, vectors: Vectors) -> list[Any]:
+  def unflatten_all(self, vectors: Vectors) -> list[PyTree]:
     """All trees from their stacked vectors."""
     trees = []
     for z in range(len(self._structures)):

@@ -9,13 +9,15 @@ finite.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.data.batch import Batch
 from maxlite.metrics.step_row import bits_per_byte
 
@@ -213,7 +215,7 @@ def _weighted(values_T: jax.Array, weight_T: jax.Array) -> jax.Array:
   return jnp.where(weight_T > 0, values_T * weight_T, 0)
 
 
-def mean_scores(sums: Mapping[str, Any], num_bytes: float) -> dict[str, float]:
+def mean_scores(sums: Mapping[str, ArrayLike], num_bytes: float) -> dict[str, float]:
   """Means per token of `score_sums`, of `disagreement_sums`, or of both merged.
 
   `nll` [nats per token], `bits_per_byte` if the text has bytes, `accuracy`, `brier`, `ece`: the
@@ -265,7 +267,7 @@ def score_combinations(
   predict: Predict,
   batches: Callable[[], Iterator[Batch]],
   num_bytes_V: np.ndarray,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
   """{combination: its sums and `mean_scores`}, the best single member first.
 
   Weights are chosen on every other batch from the first on, and scored on the rest. With a single
@@ -302,7 +304,7 @@ def score_combinations(
       _disagreement(predictions.log_prob_ZTV, predictions.weight_T),
     )
   disagreement = mean_scores(disagreement_totals, 0.0)
-  scores: dict[str, dict[str, Any]] = {}
+  scores: dict[str, JsonObject] = {}
   for name, sums in totals.items():
     scores[name] = {**sums, **mean_scores(sums, num_bytes), **disagreement}
   return scores
@@ -392,7 +394,7 @@ def _score(
 _disagreement = jax.jit(disagreement_sums)
 
 
-def _add(totals: Sums, sums: Mapping[str, Any]) -> None:
+def _add(totals: Sums, sums: Mapping[str, jax.Array]) -> None:
   """Add sums to totals in float64 on the host: float32 cannot count beyond 2**24 tokens."""
   for name, value in _in_float64(jax.device_get(sums)).items():
     if name in totals:
@@ -401,7 +403,7 @@ def _add(totals: Sums, sums: Mapping[str, Any]) -> None:
       totals[name] = value
 
 
-def _in_float64(sums: Mapping[str, Any]) -> Sums:
+def _in_float64(sums: Mapping[str, ArrayLike]) -> Sums:
   converted = {}
   for name, value in sums.items():
     converted[name] = np.asarray(value, np.float64)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich import box
 from rich.console import OverflowMethod
@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from maxlite.config.file_io import write_atomically
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.raw_values import show
+from maxlite.metrics.step_row import LoggedRow
 
 LEADERBOARD = "leaderboard.md"  # in the folder of an ensemble; written last
 NO_VALUE = "-"
@@ -55,7 +57,7 @@ class LeaderboardEntry:
   """One member at the end of an ensemble run."""
 
   name: str
-  overrides: dict[str, Any]
+  overrides: JsonObject
   num_parameters: int
   final_loss: float | None  # held-out [nats per token], finite; None: there is none
   best_loss: float | None  # likewise
@@ -67,12 +69,12 @@ class LeaderboardEntry:
   ancestor: str = ""
 
   @property
-  def settings(self) -> dict[str, Any]:
+  def settings(self) -> JsonObject:
     """The overrides, with the hyperparameters at the end."""
     return self.overrides | self.hyperparameters
 
 
-def median_tokens_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
+def median_tokens_per_second(rows: Sequence[LoggedRow]) -> float:
   """The median of the logged steps; 0 if there are none besides those that compiled."""
   speeds = [row["num_tokens"] / row["step_seconds"] for row in rows if "step_seconds" in row]
   if not speeds:
@@ -191,7 +193,7 @@ def _rows(entries: Sequence[LeaderboardEntry], max_length: int | None = None) ->
   return rows
 
 
-def _shared_overrides(entries: Sequence[LeaderboardEntry]) -> dict[str, Any]:
+def _shared_overrides(entries: Sequence[LeaderboardEntry]) -> JsonObject:
   """The overrides with the same value in all of several members."""
   if len(entries) < 2:
     return {}
@@ -219,7 +221,7 @@ def _notes(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -
   return notes
 
 
-def _format(overrides: Mapping[str, Any], max_length: int | None = None) -> str:
+def _format(overrides: Mapping[str, Json], max_length: int | None = None) -> str:
   """The overrides as `key=value key=value`; `max_length` as in `_rows`."""
   cells = []
   for key, value in overrides.items():

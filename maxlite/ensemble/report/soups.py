@@ -7,7 +7,6 @@ accuracy without increasing inference time (2022), section 2.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +15,13 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import CheckpointConfig
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberFunctions
 from maxlite.ensemble.report.ensemble_metrics import score_combinations
 from maxlite.metrics.waits import print_to_stderr
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 
 
@@ -55,10 +56,10 @@ def greedy_soup(nll_Z: Sequence[float], nll_of: Callable[[list[int]], float]) ->
 
 def score_soups(
   functions: MemberFunctions,
-  params: Mapping[str, Any],
+  params: Mapping[str, PyTree],
   batches: Callable[[], Iterator[Batch]],
   num_bytes_V: np.ndarray,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
   """The scores of the soup of all members, and of a greedy one, as by `score_combinations`.
 
   The greedy soup is chosen on every other batch from the first on; all are scored on the rest. With
@@ -94,7 +95,7 @@ def score_soups(
 class _SoupEvaluator:
   """Builds soups of members, and evaluates them."""
 
-  def __init__(self, functions: MemberFunctions, params: Sequence[Any]):
+  def __init__(self, functions: MemberFunctions, params: Sequence[PyTree]):
     """
     Args:
       functions: the functions of one of the members.
@@ -117,7 +118,7 @@ class _SoupEvaluator:
     own = [self._params[z] for z in members]
     mean = jax.tree.map(mean_of_arrays, *own)
     placed = jax.device_put(mean, self._params_placement)
-    absent: Any = None
+    absent: PyTree = None
     return TrainState(
       step=absent,
       params=placed,
@@ -165,7 +166,7 @@ def write_soup(folders: Sequence[RunFolder], target: Path) -> None:
 def _mean_of_stored(
   stored: Sequence[StoredParameters],
   path: str,
-  leaf: Mapping[str, Any],
+  leaf: Mapping[str, Json],
 ) -> ChunkedArray:
   """The mean of an array of several checkpoints, which is computed when it is read.
 

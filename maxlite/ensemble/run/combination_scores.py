@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from maxlite.config.json_values import JsonObject
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberFunctions
 from maxlite.ensemble.report.ensemble_metrics import score_combinations
@@ -15,6 +15,7 @@ from maxlite.ensemble.report.soups import score_soups
 from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_wait
+from maxlite.sharding.pytree import PyTree
 
 
 def score_members(
@@ -22,7 +23,7 @@ def score_members(
   functions_of: Callable[[MemberRun], MemberFunctions],
   num_bytes_V: np.ndarray,
   console: Console,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
   """The scores of all combinations of the trainer's members, and of their soups, by name.
 
   Args:
@@ -48,7 +49,7 @@ def _score_soups(
   functions_of: Callable[[MemberRun], MemberFunctions],
   num_bytes_V: np.ndarray,
   console: Console,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
   """Score the soups of all members that have the shapes of the one with the lowest loss."""
   if jax.process_count() > 1:
     console.print("soups are not scored: an ensemble on several hosts has no host with all")
@@ -77,6 +78,6 @@ def _final_loss(member: MemberRun) -> float:
   return member.eval_losses.get(member.step, math.inf)
 
 
-def _parameter_shapes(member: MemberRun) -> Any:
+def _parameter_shapes(member: MemberRun) -> PyTree:
   """The tree of the parameters with the shape and dtype of every one."""
   return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), member.state.params)

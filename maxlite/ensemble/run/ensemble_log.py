@@ -4,8 +4,8 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config
@@ -13,8 +13,10 @@ from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
 from maxlite.phases.phase_plan import losses_by_phase
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.step_log import Log, describe_divergence
 
 
@@ -75,7 +77,7 @@ class EnsembleLog(Log):
     for z, run in enumerate(self._runs):
       if z in self._diverged:
         continue
-      of_member: dict[str, Any] = metrics.of_member(z)
+      of_member: dict[str, PyTree] = metrics.of_member(z)
       row = self._member_row(z, step, of_member, seconds)
       row.update(evaluated[z])
       rows[run.name] = row
@@ -87,9 +89,9 @@ class EnsembleLog(Log):
     self,
     z: int,
     step: int,
-    metrics: dict[str, Any],
+    metrics: Mapping[str, np.ndarray],
     seconds: float | None,
-  ) -> dict[str, Any]:
+  ) -> Row:
     """The row that the member's solo run would log."""
     index = int(metrics.get("phase", 0))
     phase = None
@@ -107,7 +109,7 @@ def describe_step(
   step: int,
   num_steps: int,
   seconds: float | None,
-  rows: Mapping[str, Mapping[str, Any]],
+  rows: Mapping[str, Row],
 ) -> list[str]:
   """The lines of a step on the console: the best, median and worst losses of the members.
 

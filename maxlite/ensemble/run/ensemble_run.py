@@ -8,7 +8,6 @@ is behind (it is new, or its last checkpoint was lost) trains first, on the batc
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from rich.console import Console
 from maxlite import __version__
 from maxlite.checkpoint.run_folder import Changes
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
@@ -126,7 +126,7 @@ def _is_first_process(peers: SeparateProcesses | None) -> bool:
   return peers.process_id == 0
 
 
-def _gather(value: Any, peers: SeparateProcesses | None) -> list[Any]:
+def _gather(value: Json, peers: SeparateProcesses | None) -> list[Json]:
   """The values of all separate processes, or the one of this process if it has no peers."""
   if peers is None:
     return [value]
@@ -291,7 +291,7 @@ class EnsembleRun:
       return 1
     return 0
 
-  def score_combinations(self) -> dict[str, dict[str, Any]]:
+  def score_combinations(self) -> dict[str, JsonObject]:
     """Score combinations of the members that completed all steps; empty without held-out data."""
     members = []
     for member in self.members:

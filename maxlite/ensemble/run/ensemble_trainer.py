@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config, UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
@@ -22,6 +22,7 @@ from maxlite.evaluation.held_out import held_out_row
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.runs.saved_run import run_folder
+from maxlite.sharding.pytree import PyTree
 from maxlite.training.loop import LoopContext, TrainResult, train
 
 
@@ -37,10 +38,10 @@ class EnsembleTrainer:
   whole_batches: DataLoader  # the data of the first member; batches have all rows
 
   @property
-  def train_step(self) -> Callable[[Any, Any], tuple[Any, StackMetrics]]:
+  def train_step(self) -> Callable[[PyTree, PyTree], tuple[PyTree, StackMetrics]]:
     return self.engine.step
 
-  def next_batch(self, stream: "MemberStreams", _state: Any) -> Batch:
+  def next_batch(self, stream: "MemberStreams", _state: PyTree) -> Batch:
     return self.engine.place(next(stream), own_batches=self.engine.request.own_batches)
 
   def open_streams(self) -> "MemberStreams":
@@ -63,13 +64,13 @@ class EnsembleTrainer:
     """Held-out batches with all rows."""
     return self.whole_batches.eval_batches(self.cfg.observe.eval_steps)
 
-  def predict(self, state: Any, batch: Batch, method: str = "predict") -> list[Any]:
+  def predict(self, state: PyTree, batch: Batch, method: str = "predict") -> list[PyTree]:
     """Per member, the result of its function of this name."""
     return self.engine.predict(state, self.engine.place(batch), method)
 
-  def evaluate(self, state: Any) -> list[dict[str, float]]:
+  def evaluate(self, state: PyTree) -> list[dict[str, float]]:
     """Per member, its held-out loss and figures on the same batches."""
-    sums: list[dict[str, list[Any]]] = [{} for _ in self.runs]  # by member and source
+    sums: list[dict[str, list[PyTree]]] = [{} for _ in self.runs]  # by member and source
     sources = self.loaders[0].eval_batches_by_source(self.cfg.observe.eval_steps)
     for source, batches in sources.items():
       for own in sums:
@@ -80,7 +81,7 @@ class EnsembleTrainer:
           own[source].append(sums_of_member)
     return [held_out_row(own) for own in sums]
 
-  def save(self, step: int, state: Any, data_states: list[dict[str, Any]]) -> None:
+  def save(self, step: int, state: PyTree, data_states: list[JsonObject]) -> None:
     """Start to write a checkpoint of every member, all at the same time in one process."""
     states = self.engine.unpack(state)
     for run, own, data_state in zip(self.runs, states, data_states, strict=True):
@@ -90,7 +91,7 @@ class EnsembleTrainer:
       if self.engine.request.spans_processes:
         run.checkpoints.wait()  # Orbax numbers barriers in the order of each process's writes
 
-  def pack(self) -> Any:
+  def pack(self) -> PyTree:
     """The engine's state of the members, which give theirs up or are new."""
     states = [run.state for run in self.runs]
     for run in self.runs:
@@ -99,7 +100,7 @@ class EnsembleTrainer:
       return self.engine.init()
     return self.engine.pack(states)
 
-  def unpack(self, state: Any) -> None:
+  def unpack(self, state: PyTree) -> None:
     """Give the members their states."""
     for run, own in zip(self.runs, self.engine.unpack(state), strict=True):
       run.state = own
@@ -183,7 +184,7 @@ class MemberStreams:
 
     return jax.tree.map(stack, *batches)
 
-  def state(self) -> list[dict[str, Any]]:
+  def state(self) -> list[JsonObject]:
     """Per member, the position of its batches."""
     states = [stream.state() for stream in self._streams]
     if len(states) == 1:

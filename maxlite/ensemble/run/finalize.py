@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 from rich.console import Console
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.file_io import write_atomically
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
 from maxlite.ensemble.report.leaderboard import (
   LEADERBOARD,
@@ -30,7 +31,7 @@ from maxlite.optim.build import hyperparameters
 
 def finalize(
   members: Sequence[MemberRun],
-  scores: Mapping[str, dict[str, Any]],
+  scores: Mapping[str, JsonObject],
   folder: RunFolder,
   console: Console,
 ) -> None:
@@ -68,8 +69,8 @@ def finalize(
 def _draw_plots(
   members: Sequence[MemberRun],
   entries: Sequence[LeaderboardEntry],
-  lineage: Sequence[dict[str, Any]],
-  scores: Mapping[str, dict[str, Any]],
+  lineage: Sequence[JsonObject],
+  scores: Mapping[str, JsonObject],
   directory: Path,
 ) -> list[str]:
   """Write the plots that these results have, and return the names of their files."""
@@ -100,7 +101,7 @@ def _draw_plots(
 
 def _varying_keys(
   entries: Sequence[LeaderboardEntry],
-  points: Sequence[Mapping[str, Any]],
+  points: Sequence[Mapping[str, Json]],
 ) -> list[str]:
   """The overridden keys of which two members have different values, except those of phases."""
   overridden: dict[str, None] = {}
@@ -116,7 +117,7 @@ def _varying_keys(
   return varying
 
 
-def keys_of_model(cfg: Config) -> dict[str, Any]:
+def keys_of_model(cfg: Config) -> JsonObject:
   """The keys of a config that its model reads."""
   unread: set[str] = set()
   if not cfg.model.family.is_moe:

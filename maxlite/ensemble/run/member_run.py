@@ -1,7 +1,6 @@
 """One member on disk: a run folder like that of its solo run, and the position of its training."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from maxlite.ensemble.member_program import MemberProgram
 from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
 from maxlite.runs.open_run import identify_run, lock_folder, open_trackers
 from maxlite.runs.saved_run import run_folder
+from maxlite.sharding.pytree import PyTree
 
 
 class MemberRun:
@@ -35,7 +35,7 @@ class MemberRun:
     if self.config.checkpoint.enable_checkpointing:
       self.checkpoints = Checkpoints(self.config.checkpoint, self.folder.checkpoints, report)
     self.step = 0
-    self.state: Any = None
+    self.state: PyTree = None  # a TrainState once there is one
     self.data_state: dict | None = None
     self.stop_status = ""  # why halving stopped or pauses the member; empty if it does not
 
@@ -98,7 +98,7 @@ class MemberRun:
     if shardings is None:
       shardings = jax.tree.map(lambda _: default, abstract)
 
-    def shard(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    def shard(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract = jax.tree.map(shard, abstract, shardings)

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,11 +16,14 @@ from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
 from maxlite.config import Config
+from maxlite.config.json_values import JsonObject
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.group_trees import take_row
+from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.metrics.step_row import LoggedRow
 from maxlite.metrics.writers import JsonlWriter, Writers
 from maxlite.optim.build import hyperparameters, with_hyperparameters
 
@@ -68,7 +71,7 @@ class Population:
     """The step of the first exchange after `step`."""
     return step + self._period - step % self._period
 
-  def exchange(self, state: list[Any], step: int) -> list[Any]:
+  def exchange(self, state: list[GroupState], step: int) -> list[GroupState]:
     """The state after the exchange at `step`, if one is due; donates `state`.
 
     Every member that is replaced takes the whole state of its donor.
@@ -141,7 +144,7 @@ class _Copy(NamedTuple):
   before: dict[str, float]  # the member's hyperparameters
   after: dict[str, float]
 
-  def row(self) -> dict[str, Any]:
+  def row(self) -> JsonObject:
     """The row of `LINEAGE`."""
     return {
       "step": self.step,
@@ -192,7 +195,7 @@ def choose_donors(
   return donors
 
 
-def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def ancestors(names: Iterable[str], rows: Sequence[LoggedRow]) -> dict[str, str]:
   """Per member, the one from whose initial weights its weights descend.
 
   Args:
@@ -205,7 +208,9 @@ def ancestors(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[s
   return ancestor_of
 
 
-def copy_members(state: list[Any], donor_Z: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
+def copy_members(
+  state: list[GroupState], donor_Z: jax.Array, values: dict[str, jax.Array]
+) -> list[GroupState]:
   """The state whose member z has all of the former member donor_Z[z], but its own `values`."""
   (stacked,) = state
   members = take_row(stacked.members, donor_Z)

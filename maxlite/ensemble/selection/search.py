@@ -6,9 +6,10 @@ results, so that a restart repeats those of the finished rounds.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxlite.config import Config, UserError
+from maxlite.config.json_values import Json
 from maxlite.config.members import MemberConfig, members_of
 from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.registry import SAMPLERS
@@ -41,7 +42,7 @@ def train_search(cfg: Config, peers: SeparateProcesses | None = None) -> int:
   """
   search = search_of(cfg.ensemble.search)
   study = Study(search)
-  all_gather: Callable[[Any], list[Any]] = all_gather_object
+  all_gather: Callable[[Json], list[Json]] = all_gather_object
   if peers is not None:
     all_gather = peers.all_gather
   entries: list[FrozenMapping] = []  # of `members`, so far

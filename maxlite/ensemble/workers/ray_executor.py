@@ -5,7 +5,6 @@ Every machine must have maxlite installed and see the run folder under the same 
 
 import dataclasses
 import signal
-from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.workers.worker_process import LocalExecutor, WorkerCommand
@@ -40,7 +39,7 @@ class RayExecutor:
       max_task_retries=_MAX_MOVES,
     )
     self._actor_class = as_actor(LocalExecutor)
-    self._running: set[Any] = set()
+    self._running: set[ray.actor.ActorHandle] = set()
     self._stopped_by: signal.Signals | None = None
 
   def run(self, worker: WorkerCommand) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 
@@ -96,7 +96,10 @@ def assign_workers(
   return assignments
 
 
-def _part(resources: Sequence[Any], index: int, num_parts: int) -> tuple[Any, ...]:
+_Resource = TypeVar("_Resource")
+
+
+def _part(resources: Sequence[_Resource], index: int, num_parts: int) -> tuple[_Resource, ...]:
   """One of equal parts; a single resource, used by several parts, if there are too few."""
   count = len(resources)
   if count == 0:

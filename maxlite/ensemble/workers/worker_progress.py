@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
@@ -42,7 +42,7 @@ class WorkerProgress:
     # By member, the last step that it has reached; infinity if it diverged.
     self._reached: dict[str, float] = {member.name: member.step for member in members}
     # By step and member, the rows that are not printed yet.
-    self._rows: dict[int, dict[str, Any]] = {}
+    self._rows: dict[int, JsonObject] = {}
     self._num_steps = num_steps
     self._console = console
     # What takes time until the first step is printed, and since when.

@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
@@ -36,7 +36,7 @@ KEYS = (
 )
 
 
-def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _extra_to_hf(cfg: ModelConfig) -> JsonObject:
   return {
     "num_key_value_heads": cfg.base_num_query_heads,
     "head_dim": cfg.mla.qk_rope_head_dim,
@@ -44,7 +44,7 @@ def _extra_to_hf(cfg: ModelConfig) -> dict[str, Any]:
   }
 
 
-def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   _require_all_heads(keys)
   method = hf["topk_method"]
   if method not in ROUTERS:
@@ -59,14 +59,14 @@ def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"router": ROUTERS[method]}
 
 
-def v3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def v3_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Refuse a number of key/value heads or a head_dim that latent attention cannot have."""
   _require_all_heads(keys)
   hf.require(head_dim=keys["qk_rope_head_dim"])
   return {}
 
 
-def _require_all_heads(keys: Mapping[str, Any]) -> None:
+def _require_all_heads(keys: Mapping[str, Json]) -> None:
   if keys["base_num_kv_heads"] != keys["base_num_query_heads"]:
     raise UserError(
       f"config.json implies num_key_value_heads={keys['base_num_kv_heads']}, but latent attention "
@@ -74,13 +74,13 @@ def _require_all_heads(keys: Mapping[str, Any]) -> None:
     )
 
 
-def _v2_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _v2_to_hf(cfg: ModelConfig) -> JsonObject:
   methods = {router: method for method, router in ROUTERS.items()}
   method = methods.get(cfg.moe.router, "greedy")
   return _extra_to_hf(cfg) | {"topk_method": method, "norm_topk_prob": False}
 
 
-def v3_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def v3_to_hf(cfg: ModelConfig) -> JsonObject:
   """Return keys that have one value, or follow from others."""
   return _extra_to_hf(cfg) | {"num_nextn_predict_layers": 0}
 

@@ -1,14 +1,14 @@
 """dots.llm1: attention of Qwen3 and the mixture of experts of DeepSeek-V3."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, experts, mlp
 
 
-def _require_global_layers(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _require_global_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Refuse windows: by default, layers from number `max_window_layers` on have one."""
   num_layers = keys["base_num_decoder_layers"]
   sliding_window = hf.get("sliding_window")
@@ -20,7 +20,7 @@ def _require_global_layers(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str,
   return {}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   num_layers = cfg.base_num_decoder_layers
   return {
     "layer_types": ["full_attention"] * num_layers,

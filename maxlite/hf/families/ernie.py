@@ -1,8 +1,8 @@
 """ERNIE 4.5 MoE: Llama's layers with shared and routed experts, which a bias helps to choose."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
@@ -16,13 +16,13 @@ ATTENTION = (
 )
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if hf["moe_layer_end_index"] != -1:
     hf.require(moe_layer_end_index=keys["base_num_decoder_layers"] - 1)
   return {}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {"moe_layer_end_index": cfg.base_num_decoder_layers - 1}
 
 

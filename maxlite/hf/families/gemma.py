@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
@@ -28,7 +28,7 @@ POST_NORMS = (
 )
 
 
-def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   _require_causal(hf, keys)
   scalar = hf["query_pre_attn_scalar"]
   if scalar == keys["head_dim"]:
@@ -36,22 +36,22 @@ def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"query_pre_attn_scalar": float(scalar)}
 
 
-def _require_causal(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _require_causal(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if hf.get("use_bidirectional_attention"):
     hf.require(use_bidirectional_attention=False)
   return {}
 
 
-def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   hf.require(sliding_window_pattern=MODELS["gemma3"].global_layer_every)
   return _extra_from_hf(hf, keys)
 
 
-def _gemma3_rope(hf: ConfigJson) -> dict[str, Any]:
+def _gemma3_rope(hf: ConfigJson) -> JsonObject:
   return layered_rope_from_hf(hf, hf.get("rope_local_base_freq"))
 
 
-def _scalar_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _scalar_to_hf(cfg: ModelConfig) -> JsonObject:
   return {"query_pre_attn_scalar": int(cfg.query_pre_attn_scalar) or cfg.head_dim}
 
 

@@ -2,21 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
 from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, experts, mlp
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if hf["use_qk_norm"]:
     return {"decoder_block": "glm4_moe"}
   return {"decoder_block": "glm4_moe_air"}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {
     "use_qk_norm": cfg.family.qk_norm == "head",
     "partial_rotary_factor": cfg.rope.partial_rotary_factor,
@@ -83,7 +83,7 @@ GLM4_MOE = HfFamily(
 )
 
 
-def _lite_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _lite_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Read which layers are dense: `mlp_layer_types`, or null for the first."""
   v3_from_hf(hf, keys)
   num_layers = keys["base_num_decoder_layers"]
@@ -96,7 +96,7 @@ def _lite_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"first_num_dense_layers": num_dense}
 
 
-def _lite_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _lite_to_hf(cfg: ModelConfig) -> JsonObject:
   num_dense = cfg.moe.first_num_dense_layers
   types = _mlp_layer_types(num_dense, cfg.base_num_decoder_layers)
   return v3_to_hf(cfg) | {"mlp_layer_types": types, "first_k_dense_replace": num_dense}

@@ -1,8 +1,8 @@
 """gpt-oss."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, MOE_KEYS, SLIDING_WINDOW, HfFamily, Key, TensorRule
 
@@ -23,7 +23,7 @@ RULES = (
 _NO_LIMIT = 65504.0  # the largest float16; transformers clamps to swiglu_limit in any case
 
 
-def _limit_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _limit_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if keys["mlp_activations_limit"] == _NO_LIMIT:
     return {"mlp_activations_limit": 0.0}
   return {}

@@ -1,9 +1,9 @@
 """Granite 3 MoE: layers of Mixtral, with multipliers at four places."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule
@@ -17,7 +17,7 @@ RULES = (
 )
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Read the factor of attention scores, which is query_pre_attn_scalar ** -0.5 here."""
   multiplier = hf["attention_multiplier"]
   if multiplier <= 0:
@@ -31,7 +31,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {"query_pre_attn_scalar": scalar}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   scalar = cfg.query_pre_attn_scalar or cfg.head_dim
   return {"attention_multiplier": float(scalar) ** -0.5}
 

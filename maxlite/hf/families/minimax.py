@@ -1,7 +1,6 @@
 """MiniMax-M2, M2.1 and M2.5."""
 
-from typing import Any
-
+from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, MOE_KEYS, HfFamily, Key, TensorRule, experts
@@ -10,7 +9,7 @@ from maxlite.hf.hf_rope import rope_from_hf
 FACTOR = "partial_rotary_factor"
 
 
-def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
+def _rope_from_hf(hf: ConfigJson) -> JsonObject:
   """Return our keys of the rotary embedding.
 
   Published files have the number of rotated channels in `rotary_dim`, which is read where the file
@@ -26,7 +25,7 @@ def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
   return keys | {FACTOR: rotary_dim / hf["head_dim"]}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {"rotary_dim": int(cfg.head_dim * cfg.rope.partial_rotary_factor)}
 
 

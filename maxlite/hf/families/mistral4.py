@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import KEYS, LATENT_ATTENTION, V3
@@ -20,7 +20,7 @@ EXPERTS = (
 )
 
 
-def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
+def _rope_from_hf(hf: ConfigJson) -> JsonObject:
   """Return our keys of yarn, and of the factor of queries."""
   name, rope = rope_values(hf)
   beta = rope.pop(BETA, None)
@@ -43,7 +43,7 @@ def _rope_from_hf(hf: ConfigJson) -> dict[str, Any]:
   return keys | {"query_scaling_beta": float(beta)}
 
 
-def _rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _rope_to_hf(cfg: ModelConfig) -> JsonObject:
   keys = rope_to_hf(cfg)
   rope = dict_of(ConfigJson(keys, {}), "rope_parameters")
   rope[BETA] = cfg.rope.query_scaling_beta
@@ -58,7 +58,7 @@ def _head_dim(qk_nope_head_dim: int, qk_rope_head_dim: int) -> int:
   return qk_nope_head_dim + qk_rope_head_dim
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   num_heads = keys["base_num_query_heads"]
   if keys["base_num_kv_heads"] != num_heads:
     hf.require(num_key_value_heads=num_heads)
@@ -67,7 +67,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   head_dim = _head_dim(cfg.mla.qk_nope_head_dim, cfg.mla.qk_rope_head_dim)
   return {"num_key_value_heads": cfg.base_num_query_heads, "head_dim": head_dim}
 

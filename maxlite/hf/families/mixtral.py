@@ -1,9 +1,9 @@
 """Mixtral, OLMoE and Qwen3-MoE: layers of Llama with a mixture of experts in every layer."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, MOE_KEYS, NORM_TOPK_PROB, HfFamily, Key, experts
 
@@ -66,7 +66,7 @@ OLMOE = HfFamily(
 )
 
 
-def _require_no_dense_layers(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _require_no_dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if hf.get("mlp_only_layers"):
     raise UserError(
       f"config.json has mlp_only_layers={hf.get('mlp_only_layers')}, but maxlite supports only "

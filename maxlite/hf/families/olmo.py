@@ -1,8 +1,8 @@
 """OLMo 2 and 3, whose norms are after attention and MLP only."""
 
 import dataclasses
-from typing import Any
 
+from maxlite.config.json_values import JsonObject
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
@@ -37,7 +37,7 @@ _DEFAULTS = {
 }
 
 
-def _olmo3_rope(hf: ConfigJson) -> dict[str, Any]:
+def _olmo3_rope(hf: ConfigJson) -> JsonObject:
   # transformers gives local layers the default base, whatever the file's rope_theta is.
   return layered_rope_from_hf(hf, hf.default("rope_theta"))
 

@@ -1,9 +1,9 @@
 """Phi-3, Phi-4 and Phi-4-mini: layers of Llama whose projections share tensors."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, SLIDING_WINDOW, HfFamily, TensorRule
@@ -20,7 +20,7 @@ RULES = (
 )
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   # transformers reads yarn as longrope here, and no other type.
   if keys["rope_type"] != "default":
     raise UserError(
@@ -30,7 +30,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {"original_max_position_embeddings": cfg.rope.original_max_position_embeddings}
 
 

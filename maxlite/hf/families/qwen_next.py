@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
@@ -108,16 +108,16 @@ def _layer_types(num_layers: int, interval: int) -> list[str]:
   return kinds
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   return {"inhomogeneous_layer_cycle_interval": _interval(hf)}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   interval = cfg.gdn.inhomogeneous_layer_cycle_interval
   return {"layer_types": _layer_types(cfg.base_num_decoder_layers, interval)}
 
 
-def _mixture_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _mixture_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return the number of shared experts as one MLP, and the interval."""
   width = hf["shared_expert_intermediate_size"]
   num_shared, rest = divmod(width, hf["moe_intermediate_size"])
@@ -134,13 +134,13 @@ def _mixture_from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return _from_hf(hf, keys) | {"shared_experts": num_shared}
 
 
-def _mixture_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _mixture_to_hf(cfg: ModelConfig) -> JsonObject:
   moe = cfg.moe
   width = moe.shared_experts * moe.base_moe_mlp_dim
   return _to_hf(cfg) | {"shared_expert_intermediate_size": width}
 
 
-def _next_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _next_to_hf(cfg: ModelConfig) -> JsonObject:
   return _mixture_to_hf(cfg) | {
     "intermediate_size": cfg.moe.base_moe_mlp_dim,
     "mlp_only_layers": [],

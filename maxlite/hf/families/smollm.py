@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
@@ -17,7 +17,7 @@ def _has_rope(num_layers: int) -> list[int]:
   return [int(number % INTERVAL != 0) for number in range(1, num_layers + 1)]
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   num_layers = keys["base_num_decoder_layers"]
   if hf.get("no_rope_layers") is None:
     hf.require(no_rope_layer_interval=INTERVAL)
@@ -29,7 +29,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Any]) -> dict[str, Any]:
   return {}
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def _to_hf(cfg: ModelConfig) -> JsonObject:
   num_layers = cfg.base_num_decoder_layers
   return {
     "no_rope_layers": _has_rope(num_layers),

@@ -1,7 +1,7 @@
 """The experts: their parameters, and their feed-forward networks over rows sorted by expert."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from maxlite.kernels.grouped_matmul.api import WITHOUT_VMA, Tiles, resolve_backe
 from maxlite.kernels.grouped_matmul.tiles import Tile
 from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 from maxlite.layers.mlp import build_activation
+from maxlite.layers.partitioned import Init, partitioned
 from maxlite.sharding import Sharder
 
 # Logical axes of the parameters: of the input and output projections, and of their biases.
@@ -22,14 +23,19 @@ BI = ("exp", "mlp")
 BO = ("exp", "norm")
 
 
-@struct.dataclass
-class ExpertWeights:
-  """Parameters of all experts, or of those on one shard."""
+Leaf = TypeVar("Leaf")
 
-  wi_EDF: tuple[jax.Array, ...]
-  wo_EFD: jax.Array
-  bi_EF: tuple[jax.Array, ...]  # Empty without biases.
-  bo_ED: jax.Array | None
+
+class ExpertTree(struct.PyTreeNode, Generic[Leaf]):
+  """One leaf for each parameter of the experts."""
+
+  wi_EDF: tuple[Leaf, ...]
+  wo_EFD: Leaf
+  bi_EF: tuple[Leaf, ...]  # Empty without biases.
+  bo_ED: Leaf | None
+
+
+ExpertWeights = ExpertTree[jax.Array]  # The parameters of all experts, or of those on one shard.
 
 
 class ExpertMlp(NamedTuple):
@@ -139,11 +145,11 @@ class ExpertParameters(nn.Module):
   def _param(
     self,
     name: str,
-    init: nn.initializers.Initializer,
+    init: Init,
     logical_names: tuple[str, ...],
     shape: tuple[int, ...],
   ) -> jax.Array:
     """A parameter that has `shape` for each expert."""
-    init = nn.with_logical_partitioning(init, logical_names)
+    init = partitioned(init, logical_names)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     return self.param(name, init, (self.cfg.moe.num_experts, *shape), weight_dtype)

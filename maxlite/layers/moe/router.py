@@ -10,10 +10,10 @@ from maxlite.config.registry import ROUTERS
 from maxlite.config.schema import MoeConfig
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.moe.expert_choice import is_chosen
+from maxlite.layers.partitioned import partitioned
 
 
-@struct.dataclass
-class RouterSums:
+class RouterSums(struct.PyTreeNode):
   """Sums over tokens (without padding) for losses and metrics, in float32.
 
   Because sums add up over micro-batches and devices, losses and metrics computed from them are
@@ -30,8 +30,7 @@ class RouterSums:
   dropped: jax.Array  # Assignments dropped by the dispatch; the router returns 0.
 
 
-@struct.dataclass
-class Route:
+class Route(struct.PyTreeNode):
   """The experts of every token."""
 
   expert_BTK: jax.Array  # int32, distinct along K.
@@ -58,7 +57,7 @@ class Router(nn.Module):
     bias_E = jnp.zeros(cfg.num_experts, logits_BTE.dtype)
     if cfg.routed_bias:
       # float32 regardless of weight_dtype: bfloat16 would round its small updates away.
-      zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
+      zeros = partitioned(nn.initializers.zeros, ("router",))
       bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
     choose_experts = ROUTERS[cfg.router]
     probability_BTE, expert_BTK, weight_BTK = choose_experts(logits_BTE, bias_E, cfg)
@@ -69,8 +68,8 @@ class Router(nn.Module):
   def _logits(self, x_BTD: jax.Array) -> jax.Array:
     """logits_BTE in float32, from float32 operands or from operands in x's type."""
     cfg = self.cfg
-    init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-    init = nn.with_logical_partitioning(init, ("embed", "router"))
+    values = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    init = partitioned(values, ("embed", "router"))
     kernel_DE = self.param("kernel", init, (x_BTD.shape[-1], cfg.num_experts), self.weight_dtype)
     dtype = accumulator_dtype(x_BTD.dtype)
     precision = None
@@ -88,7 +87,7 @@ class Router(nn.Module):
       preferred_element_type=dtype,
     )
     if self.use_bias:
-      zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("router",))
+      zeros = partitioned(nn.initializers.zeros, ("router",))
       bias_E = self.param("logits_bias", zeros, (cfg.num_experts,), self.weight_dtype)
       logits_BTE += bias_E.astype(dtype)[None, None]
     return logits_BTE

@@ -4,7 +4,6 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from maxlite.phases.phase_opt_states import init_opt_states
 from maxlite.phases.phase_plan import PhasePlan, losses_by_phase
 from maxlite.phases.phase_programs import PhasePrograms, build_phase_step, switch_step
 from maxlite.phases.zero_gradients import check_any_gradient, zero_among
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepResult
 from maxlite.training.objective import Objective, ObjectiveBuilder
@@ -45,7 +45,7 @@ class AlternatingPhases(StepTransform):
   def start(self, state: TrainState) -> TrainState:
     return state.replace(clock=self.plan.schedule.start())
 
-  def names(self, names: TrainState, state: TrainState, parameter_names: Any) -> TrainState:
+  def names(self, names: TrainState, state: TrainState, parameter_names: PyTree) -> TrainState:
     started = jax.eval_shape(self.start, state)
     return names.replace(clock=state_names(started.clock, state.params, parameter_names))
 
@@ -102,7 +102,7 @@ class PhaseObjectives(ObjectivePlan):
       objectives.append(builder.build(phase, num_updates=num_updates, labels=labels))
     return objectives
 
-  def init_opt_state(self, params: Any, objectives: Sequence[Objective]) -> Any:
+  def init_opt_state(self, params: PyTree, objectives: Sequence[Objective]) -> PyTree:
     optimizers = {each.name: each.tx for each in objectives}
     return init_opt_states(params, optimizers, self._plan.labels, self._plan.owners)
 
@@ -110,7 +110,7 @@ class PhaseObjectives(ObjectivePlan):
   def trained(self) -> Labels:
     return self._plan.trained
 
-  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: Any) -> Step:
+  def join_steps(self, steps: Mapping[str, Step], state: TrainState, inputs: PyTree) -> Step:
     return switch_step(steps, self._plan.schedule, state, inputs)
 
   def build_programs(self, builder: StepBuilder) -> "AlternatingPrograms":
@@ -145,7 +145,7 @@ class AlternatingPrograms:
   def programs(self) -> list[Program]:
     return [Program(index, each.batch_shape) for index, each in enumerate(self._objectives)]
 
-  def step(self, state: TrainState, inputs: Any) -> StepResult:
+  def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     return self._compiled.step(state, inputs)
 
   def next_objective(self, state: TrainState) -> str:

@@ -1,10 +1,9 @@
 """The optimizer state in the host's memory, from which each step reads it and writes it back."""
 
-from typing import Any
-
 import jax
 
 from maxlite.sharding.host_memory import HOST_MEMORY
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepResult
 from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
@@ -20,10 +19,10 @@ class HostOffload(StepTransform):
     return state.replace(opt_state=jax.tree.map(on_host, state.opt_state))
 
   def wrap_step(self, step: Step, index: int) -> Step:
-    def offloaded(state: TrainState, inputs: Any) -> StepResult:
-      on_device = _move_optimizer(state, jax.memory.Space.Device)
+    def offloaded(state: TrainState, inputs: PyTree) -> StepResult:
+      on_device = _move_optimizer(state, to_host=False)
       state, metrics = step(on_device, inputs)
-      return _move_optimizer(state, jax.memory.Space.Host), metrics
+      return _move_optimizer(state, to_host=True), metrics
 
     return offloaded
 
@@ -35,5 +34,6 @@ def build_host_offload(request: TransformRequest) -> HostOffload | None:
   return HostOffload()
 
 
-def _move_optimizer(state: TrainState, space: jax.memory.Space) -> TrainState:
+def _move_optimizer(state: TrainState, *, to_host: bool) -> TrainState:
+  space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
   return state.replace(opt_state=jax.device_put(state.opt_state, space))

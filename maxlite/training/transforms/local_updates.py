@@ -11,7 +11,6 @@ algorithm 1.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax.sharding import Mesh
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.optim.labels import state_names
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics, TrainState
 from maxlite.step.train_step import Step, StepResult, global_norm
 from maxlite.training.loss import DecoderLoss
@@ -35,8 +35,7 @@ _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
 _SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
 
 
-@struct.dataclass
-class LocalUpdates:
+class LocalUpdates(struct.PyTreeNode):
   """The optimizer state of such a run, whose `params` are those after the latest outer step."""
 
   outer: optax.OptState
@@ -81,7 +80,7 @@ class OuterOptimizer(StepTransform):
     outer = self.tx.init(state.params)
     return state.replace(opt_state=LocalUpdates(outer, replicas))
 
-  def names(self, names: TrainState, state: TrainState, parameter_names: Any) -> TrainState:
+  def names(self, names: TrainState, state: TrainState, parameter_names: PyTree) -> TrainState:
     """The replicas have the names of the solo run's state, after the axis of replicas."""
     outer_state = jax.eval_shape(self.tx.init, state.params)
     outer = state_names(outer_state, state.params, parameter_names)
@@ -95,7 +94,7 @@ class OuterOptimizer(StepTransform):
       step: the step of a solo run, for use inside a shard_map over the axis.
     """
 
-    def one_replica(stacked: TrainState, batch: Any) -> StepResult:
+    def one_replica(stacked: TrainState, batch: PyTree) -> StepResult:
       state = jax.tree.map(lambda leaf: leaf[0], stacked)
       result = step(state, batch)
       return jax.tree.map(lambda leaf: leaf[None], result)
@@ -109,7 +108,7 @@ class OuterOptimizer(StepTransform):
       check_vma=False,  # no communication over the axis; gradients are taken inside
     )
 
-    def joint_step(state: TrainState, batch: Any) -> StepResult:
+    def joint_step(state: TrainState, batch: PyTree) -> StepResult:
       replicas, metrics = all_replicas(state.opt_state.replicas, batch)
       new = state.replace(step=state.step + 1, opt_state=state.opt_state.replace(replicas=replicas))
       with jax.named_scope(OUTER_SCOPE):

@@ -8,7 +8,7 @@ first is the innermost.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
@@ -17,6 +17,7 @@ from maxlite.config.registry import STEP_TRANSFORMS
 from maxlite.config.schema import Config
 from maxlite.metrics.step_row import Row
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step
 from maxlite.training.loss import DecoderLoss
@@ -29,7 +30,7 @@ class TransformRequest(NamedTuple):
 
   cfg: Config
   mesh: Mesh
-  params: Any  # The parameters of the model, as ShapeDtypeStructs.
+  params: PyTree  # The parameters of the model, as ShapeDtypeStructs.
 
 
 class StepTransform:
@@ -41,7 +42,7 @@ class StepTransform:
     """The state before the first step, from the state without this transform."""
     return state
 
-  def names(self, names: TrainState, state: TrainState, parameter_names: Any) -> TrainState:
+  def names(self, names: TrainState, state: TrainState, parameter_names: PyTree) -> TrainState:
     """The logical axis names of every leaf of the state that `start` returns.
 
     Args:
@@ -58,14 +59,14 @@ class StepTransform:
 
   # What it adds to the inputs of a step.
 
-  def inputs(self) -> Mapping[str, Any]:
+  def inputs(self) -> Mapping[str, PyTree]:
     """Arrays that every step reads beside its batch, by name; they are neither donated nor saved.
 
     The loss finds them as `extra` in `LossFunction.forward`.
     """
     return {}
 
-  def abstract_inputs(self) -> Mapping[str, Any]:
+  def abstract_inputs(self) -> Mapping[str, PyTree]:
     """The inputs as ShapeDtypeStructs with shardings, without reading them."""
     return {}
 

@@ -7,7 +7,6 @@ pass to the losses of the table TAUGHT_LOSSES.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,12 @@ from jax.sharding import Mesh
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config.registry import TAUGHT_LOSSES
 from maxlite.config.schema import Config, MoeConfig, TrainingConfig
-from maxlite.data.batch import Batch
+from maxlite.data.batch import DeviceBatch
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
@@ -63,16 +63,16 @@ class Teacher(StepTransform):
     return models
 
   @functools.cached_property
-  def params(self) -> tuple[Any, ...]:
+  def params(self) -> tuple[PyTree, ...]:
     """The parameters of every model: their moving averages if it has them."""
     models = self.models
     with report_wait("reading the teacher"):
       return tuple(model.weights.read_averages(model.trainer) for model in models)
 
-  def inputs(self) -> Mapping[str, Any]:
+  def inputs(self) -> Mapping[str, PyTree]:
     return {TEACHER: self.params}
 
-  def abstract_inputs(self) -> Mapping[str, Any]:
+  def abstract_inputs(self) -> Mapping[str, PyTree]:
     return {TEACHER: tuple(model.trainer.abstract_state.params for model in self.models)}
 
   @functools.cached_property
@@ -118,7 +118,9 @@ class TaughtLoss(DecoderLoss):
 
   teachers: tuple[Decoder, ...]
 
-  def hidden(self, params: Any, batch: Batch, key: jax.Array, extra: Mapping[str, Any]) -> Hidden:
+  def hidden(
+    self, params: PyTree, batch: DeviceBatch, key: jax.Array, extra: Mapping[str, PyTree]
+  ) -> Hidden:
     own = super().hidden(params, batch, key, extra)
     results = []
     for teacher, teacher_params in zip(self.teachers, extra[TEACHER], strict=True):
@@ -129,7 +131,7 @@ class TaughtLoss(DecoderLoss):
     return own.replace(teachers=tuple(results))
 
 
-def distill(hidden: Hidden, batch: Batch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
+def distill(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder: Sharder) -> Sums:
   """Cross-entropy against the next token, and divergence from the teacher's prediction of it."""
   student = _prediction(hidden)
   teachers = [_prediction(teacher) for teacher in hidden.teachers]
@@ -155,6 +157,7 @@ def _combine_distill(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[j
   Source: Hinton et al. (2015), section 2.
   """
   total, parts = combine(sums, cfg, moe)
+  assert sums.divergence is not None, "a loss without the divergence from a teacher"
   distill_loss = cfg.distill_temperature**2 * sums.divergence / jnp.maximum(sums.weight, 1)
   total += cfg.distill_alpha * (distill_loss - parts["loss"])
   return total, parts | {"distill_loss": distill_loss, "total_loss": total}

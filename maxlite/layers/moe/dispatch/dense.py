@@ -53,17 +53,16 @@ def dense_mlp(
     h_axes: the axes of the hidden layer.
   """
   dtype = x.dtype
-  has_bias = weights.bo_ED is not None
   up = []
   for wi_EDF in weights.wi_EDF:
     up.append(jnp.einsum(f"{x_axes},edf->{h_axes}", x, wi_EDF.astype(dtype)))
-  if has_bias:
+  if weights.bi_EF:
     missing_axes = [i for i, axis in enumerate(h_axes) if axis not in "ef"]
     for i, bi_EF in enumerate(weights.bi_EF):
       up[i] = up[i] + jnp.expand_dims(bi_EF.astype(dtype), missing_axes)
   h = experts.activation(*up) * weight[..., None]
   y = jnp.einsum(f"{h_axes},efd->{y_axes}", h, weights.wo_EFD.astype(dtype))
-  if has_bias:
+  if weights.bo_ED is not None:
     weight_axes = h_axes[:-1]
     y += jnp.einsum(f"{weight_axes},ed->{y_axes}", weight, weights.bo_ED.astype(dtype))
   return y

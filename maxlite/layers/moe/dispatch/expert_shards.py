@@ -1,13 +1,14 @@
 """The shard_map and the weight gathering shared by the strategies that run shard by shard."""
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertWeights
+from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertTree, ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import gather_weight, psum, pvary
@@ -40,6 +41,7 @@ def apply_on_shards(
   hidden axis only. Its result is summed over that axis.
   """
   sharder = experts.sharder
+  on_shard: Callable[..., tuple[jax.Array, jax.Array]]
   on_shard = functools.partial(_gather_and_apply, apply_shard, sharder)
   if sharder.num_shards("embed_no_exp") > 1:
     # The backward pass gathers the weights again instead of saving them for every layer.
@@ -49,7 +51,7 @@ def apply_on_shards(
   sharded = jax.shard_map(
     on_shard,
     mesh=sharder.mesh,
-    in_specs=(rows, rows, rows, _weight_specs(sharder)),
+    in_specs=(rows, rows, rows, _weight_specs(sharder, weights)),
     out_specs=(rows, jax.P()),
     # Kernels in WITHOUT_VMA do not support it.
     check_vma=sharder.check_vma and experts.supports_vma,
@@ -86,13 +88,16 @@ def _merge_rows(x_btD: jax.Array) -> jax.Array:
   return x_btD.reshape(-1, x_btD.shape[-1])
 
 
-def _weight_specs(sharder: Sharder) -> ExpertWeights:
+def _weight_specs(sharder: Sharder, weights: ExpertWeights) -> ExpertTree[jax.P]:
   """The PartitionSpec of every parameter of the experts."""
-  return ExpertWeights(
-    wi_EDF=sharder.spec(WI),
+  bo_spec = None
+  if weights.bo_ED is not None:
+    bo_spec = sharder.spec(BO)
+  return ExpertTree(
+    wi_EDF=(sharder.spec(WI),) * len(weights.wi_EDF),
     wo_EFD=sharder.spec(WO),
-    bi_EF=sharder.spec(BI),
-    bo_ED=sharder.spec(BO),
+    bi_EF=(sharder.spec(BI),) * len(weights.bi_EF),
+    bo_ED=bo_spec,
   )
 
 
