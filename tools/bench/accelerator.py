@@ -149,7 +149,11 @@ def run_part(part: str, limit: float, small: bool, log: Path) -> Outcome:
   return Outcome(part, rows, seconds, error, skipped)
 
 
-def run_process(command: list[str], limit: float, errors: TextIO) -> Ending:
+def run_process(
+  command: list[str],
+  limit: float,
+  errors: TextIO,
+) -> Ending:
   """Run a command in its own process group, which is killed after `limit` seconds."""
   paths = [str(ROOT)]
   if os.environ.get("PYTHONPATH"):

@@ -57,12 +57,22 @@ def split_chunks(chunks: Chunks, num_messages: int) -> Chunks:
   )
 
 
-def _ragged(num_messages: int, x: jax.Array, plan: DispatchPlan) -> jax.Array:
+def _ragged(
+  num_messages: int,
+  x: jax.Array,
+  plan: DispatchPlan,
+) -> jax.Array:
   return dispatch(x, plan.replace(to_experts=split_chunks(plan.to_experts, num_messages)))
 
 
 def _padded(x: jax.Array, plan: DispatchPlan) -> jax.Array:
-  return padded_all_to_all(x, plan.to_experts, plan.num_received, plan.mesh_axes, zeros=False)
+  return padded_all_to_all(
+    x,
+    plan.to_experts,
+    plan.num_received,
+    plan.mesh_axes,
+    zeros=False,
+  )
 
 
 def _all_gather(x: jax.Array, plan: DispatchPlan) -> jax.Array:
@@ -79,7 +89,11 @@ FORMS: dict[str, Form] = {
 }
 
 
-def build_exchange(mesh: Mesh, form: Form, size: ExchangeSize) -> Callable[..., jax.Array]:
+def build_exchange(
+  mesh: Mesh,
+  form: Form,
+  size: ExchangeSize,
+) -> Callable[..., jax.Array]:
   """A jitted function of rows [P * num_rows, width] and counts [P, E] that returns all rows."""
 
   def on_shard(x: jax.Array, counts_1E: jax.Array) -> jax.Array:
@@ -87,10 +101,21 @@ def build_exchange(mesh: Mesh, form: Form, size: ExchangeSize) -> Callable[..., 
     return form(x, plan)
 
   spec = jax.P(AXES)
-  return jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+  return jax.jit(
+    jax.shard_map(
+      on_shard,
+      mesh=mesh,
+      in_specs=(spec, spec),
+      out_specs=spec,
+    )
+  )
 
 
-def draw_counts(size: ExchangeSize, num_shards: int, skew: float) -> np.ndarray:
+def draw_counts(
+  size: ExchangeSize,
+  num_shards: int,
+  skew: float,
+) -> np.ndarray:
   """[P, E] rows of each shard for each expert; without skew, nearly the same for all."""
   share_PE = np.random.default_rng(0).uniform(0.5, 1, (num_shards, size.num_experts)) ** skew
   share_PE /= share_PE.sum(axis=1, keepdims=True)
@@ -98,7 +123,9 @@ def draw_counts(size: ExchangeSize, num_shards: int, skew: float) -> np.ndarray:
 
 
 def median_seconds(
-  exchange: Callable[..., jax.Array], x: jax.Array, counts_PE: np.ndarray
+  exchange: Callable[..., jax.Array],
+  x: jax.Array,
+  counts_PE: np.ndarray,
 ) -> float:
   """The time of one exchange."""
   seconds = []

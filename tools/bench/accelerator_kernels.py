@@ -46,8 +46,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 SMALL_ATTENTION = AttentionSize(1, 512, 8, 4, 64, 64)
 LARGE_ATTENTION = AttentionSize(2, 8192, 32, 8, 128, 128)
-SMALL_GROUPED = GroupedSize(num_rows=2048, num_in=256, num_out=512, num_groups=8)
-LARGE_GROUPED = GroupedSize(num_rows=32768, num_in=2048, num_out=1408, num_groups=64)
+SMALL_GROUPED = GroupedSize(
+  num_rows=2048,
+  num_in=256,
+  num_out=512,
+  num_groups=8,
+)
+LARGE_GROUPED = GroupedSize(
+  num_rows=32768,
+  num_in=2048,
+  num_out=1408,
+  num_groups=64,
+)
 
 # (name of a backend, operands) -> (value, gradients)
 Kernel = Callable[[str, Sequence[jax.Array]], tuple]
@@ -81,7 +91,11 @@ def attention_sizes(small: bool) -> dict[str, AttentionSize]:
 
 
 def compare_attention(
-  backend: str, title: str, size: AttentionSize, dtype: str, options: dict[str, Any]
+  backend: str,
+  title: str,
+  size: AttentionSize,
+  dtype: str,
+  options: dict[str, Any],
 ) -> None:
   operands = attention_operands(size, dtype)
   # Documents of unequal lengths and padding at the end.
@@ -122,7 +136,10 @@ def run_attention(
   )
 
   def attend(
-    q_BTHC: jax.Array, k_BSGC: jax.Array, v_BSGC: jax.Array, sink_H: jax.Array
+    q_BTHC: jax.Array,
+    k_BSGC: jax.Array,
+    v_BSGC: jax.Array,
+    sink_H: jax.Array,
   ) -> jax.Array:
     if "sinks" in options:
       return attention_of_inputs(q_BTHC, k_BSGC, v_BSGC, sink_H=sink_H)
@@ -179,18 +196,32 @@ def run_dense_matmul(operands: Sequence[jax.Array]) -> tuple:
   return value_and_gradients(jnp.matmul, [x_MD, w_GDF[0], dy_MF])
 
 
-def run_grouped_matmul(backend: str, sizes_G: jax.Array, operands: Sequence[jax.Array]) -> tuple:
+def run_grouped_matmul(
+  backend: str,
+  sizes_G: jax.Array,
+  operands: Sequence[jax.Array],
+) -> tuple:
   multiply = functools.partial(grouped_matmul, group_sizes_G=sizes_G, backend=backend)
   return value_and_gradients(multiply, operands)
 
 
-def compare_matmul(backend: str, title: str, sizes_G: np.ndarray, dtype: str) -> None:
-  size = GroupedSize(num_rows=800, num_in=256, num_out=384, num_groups=len(sizes_G))
+def compare_matmul(
+  backend: str,
+  title: str,
+  sizes_G: np.ndarray,
+  dtype: str,
+) -> None:
+  size = GroupedSize(
+    num_rows=800,
+    num_in=256,
+    num_out=384,
+    num_groups=len(sizes_G),
+  )
   x_MD, w_GDF, dy_MF = draw(size.operand_shapes, dtype)
   # The last 100 rows are in no group.
-  unused_M1 = (np.arange(size.num_rows) >= sizes_G.sum())[:, None]
-  x_MD = jnp.where(unused_M1, jnp.nan, x_MD)
-  dy_MF = jnp.where(unused_M1, jnp.nan, dy_MF)
+  is_unused_M = np.arange(size.num_rows) >= sizes_G.sum()
+  x_MD = jnp.where(is_unused_M[:, None], jnp.nan, x_MD)
+  dy_MF = jnp.where(is_unused_M[:, None], jnp.nan, dy_MF)
   sizes = jnp.asarray(sizes_G, jnp.int32)
 
   def run(name: str, operands: Sequence[jax.Array]) -> tuple:
@@ -204,7 +235,14 @@ def grouped_mlps(small: bool) -> None:
   del small
   sizes_G = jnp.asarray(skewed_sizes(500, 8))
   run = functools.partial(run_grouped_mlp, sizes_G)
-  shapes = [(600, 256), (600,), (8, 256, 128), (8, 256, 128), (8, 128, 256), (600, 256)]
+  shapes = [
+    (600, 256),  # rows
+    (600,),  # their routing weights
+    (8, 256, 128),  # gates
+    (8, 256, 128),
+    (8, 128, 256),
+    (600, 256),  # the gradient of the output
+  ]
   hardware = hardware_of(jax.devices()[0])
   for dtype in ("float32", "bfloat16"):
     backend = resolve_grouped_matmul("auto", hardware, dtype)
@@ -213,7 +251,11 @@ def grouped_mlps(small: bool) -> None:
     compare(f"grouped MLP {backend}", "skewed", dtype, run, backend, operands)
 
 
-def run_grouped_mlp(sizes_G: jax.Array, backend: str, operands: Sequence[jax.Array]) -> tuple:
+def run_grouped_mlp(
+  sizes_G: jax.Array,
+  backend: str,
+  operands: Sequence[jax.Array],
+) -> tuple:
   """The output of the experts, and the gradients of rows, routing weights and matrices."""
   apply = functools.partial(apply_experts, sizes_G, backend)
   return value_and_gradients(apply, operands)
@@ -286,14 +328,18 @@ def compare(
   try:
     # Float32 operands of products are not rounded to TensorFloat-32 or bfloat16.
     with jax.default_matmul_precision("highest"):
-      want = jax.device_get(jax.jit(functools.partial(run, "reference"))(wide))
-      got = jax.device_get(jax.jit(functools.partial(run, backend))(operands))
+      reference = jax.jit(functools.partial(run, "reference"))
+      kernel_function = jax.jit(functools.partial(run, backend))
+      want = jax.device_get(reference(wide))
+      got = jax.device_get(kernel_function(operands))
   except Exception as error:  # any failure becomes one line of the table
     traceback.print_exc()
     add_row("agreement", kernel, title, dtype, "", "", "", f"FAILED: {first_line(error)}")
     return
   value = difference(got[0], want[0])
-  gradients = max(map(difference, jax.tree.leaves(got[1]), jax.tree.leaves(want[1])))
+  gradients = 0.0
+  for x, y in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+    gradients = max(gradients, difference(x, y))
   limit = LIMITS[dtype]
   result = "agrees" if max(value, gradients) <= limit else "DIFFERS"
   add_row(
@@ -337,10 +383,21 @@ def time_kernel(
     seconds.append((time.perf_counter() - start) / repeats)
   median = statistics.median(seconds[2:])
   rate = num_flops / median / 1e12
-  add_row("kernels", kernel, title, f"{median * 1e3:.2f}", f"{rate:,.2f}", f"{temporaries:,.0f}")
+  add_row(
+    "kernels",
+    kernel,
+    title,
+    f"{median * 1e3:.2f}",
+    f"{rate:,.2f}",
+    f"{temporaries:,.0f}",
+  )
 
 
-def run_repeatedly(program: Callable, operands: Sequence[jax.Array], repeats: int) -> None:
+def run_repeatedly(
+  program: Callable,
+  operands: Sequence[jax.Array],
+  repeats: int,
+) -> None:
   """Run a program several times, and wait for the last result."""
   results = [program(operands) for _ in range(repeats)]
   jax.block_until_ready(results[-1])

@@ -80,7 +80,12 @@ def versions(small: bool) -> None:
   add_row("versions", "platform", device.client.platform_version.splitlines()[0])
   if jax.default_backend() == "gpu":
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+      query,
+      capture_output=True,
+      text=True,
+      check=False,
+    )
     add_row("versions", "driver, clock, power limit", found.stdout.strip().splitlines()[-1])
   add_row("versions", "sizes", "small" if small else "full")
 
@@ -97,9 +102,17 @@ def exchange(small: bool) -> None:
   add_row("agreement", "ragged all-to-all", title, "float32", "0.0e+00", "0.0e+00", "0", "agrees")
   if num_shards == 1:
     return
-  size = ExchangeSize(num_rows=49_152, width=2048, num_experts=8 * num_shards)
+  size = ExchangeSize(
+    num_rows=49_152,
+    width=2048,
+    num_experts=8 * num_shards,
+  )
   if small:
-    size = ExchangeSize(num_rows=512, width=128, num_experts=2 * num_shards)
+    size = ExchangeSize(
+      num_rows=512,
+      width=128,
+      num_experts=2 * num_shards,
+    )
   for row in time_forms(sharder.mesh, size):
     add_row("exchange", *row)
 

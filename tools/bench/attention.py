@@ -36,18 +36,25 @@ class AttentionSize(NamedTuple):
   @property
   def operand_shapes(self) -> list[tuple[int, ...]]:
     """The shapes of queries, keys, values, and the gradient of the output."""
-    q_BTHC = (self.num_seqs, self.num_positions, self.num_heads, self.num_channels)
-    k_BSGC = (self.num_seqs, self.num_positions, self.num_kv_heads, self.num_channels)
-    v_BSGC = (self.num_seqs, self.num_positions, self.num_kv_heads, self.num_value_channels)
-    dy_BTHC = (self.num_seqs, self.num_positions, self.num_heads, self.num_value_channels)
-    return [q_BTHC, k_BSGC, v_BSGC, dy_BTHC]
+    queries = (self.num_seqs, self.num_positions, self.num_heads)
+    keys = (self.num_seqs, self.num_positions, self.num_kv_heads)
+    return [
+      (*queries, self.num_channels),
+      (*keys, self.num_channels),
+      (*keys, self.num_value_channels),
+      (*queries, self.num_value_channels),
+    ]
 
   @property
   def title(self) -> str:
-    return (
-      f"B{self.num_seqs} T{self.num_positions} H{self.num_heads} "
-      f"G{self.num_kv_heads} C{self.num_channels}"
-    )
+    sizes = {
+      "B": self.num_seqs,
+      "T": self.num_positions,
+      "H": self.num_heads,
+      "G": self.num_kv_heads,
+      "C": self.num_channels,
+    }
+    return " ".join([f"{axis}{size}" for axis, size in sizes.items()])
 
 
 ATTENTIONS = (
@@ -80,9 +87,10 @@ def print_row(title: str, seconds: dict[str, float]) -> None:
   ratios = []
   for name, value in seconds.items():
     if name != BASELINE:
-      ratios.append(f"{name} {value / unit:.2f}")
-  line = f"{title}: {BASELINE} {unit * 1e3:.1f} ms; times that: {', '.join(ratios)}"
-  print(line, flush=True)
+      ratio = value / unit
+      ratios.append(f"{name} {ratio:.2f}")
+  shown = ", ".join(ratios)
+  print(f"{title}: {BASELINE} {unit * 1e3:.1f} ms; times that: {shown}", flush=True)
 
 
 def value_and_gradients(function: Callable, operands: Sequence[Any]) -> tuple:
@@ -113,7 +121,7 @@ def bench_attention(dtype: str) -> None:
     operands = draw(size.operand_shapes, dtype)
     # Two documents per row.
     segment_T = np.repeat(np.arange(2), size.num_positions // 2)
-    segment_BT = np.tile(segment_T, (size.num_seqs, 1)).astype(np.int32)
+    segment_BT = np.tile(segment_T.astype(np.int32), (size.num_seqs, 1))
     candidates = {}
     for name, options in backends().items():
       net = functools.partial(attention_layers, segment_BT, options)

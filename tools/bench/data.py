@@ -155,7 +155,12 @@ def write_formats(texts: Iterator[str], folder: Path) -> dict[str, Path]:
   return files
 
 
-def open_kind(kind: str, file: Path, folder: Path, num_workers: int = 0) -> DataLoader:
+def open_kind(
+  kind: str,
+  file: Path,
+  folder: Path,
+  num_workers: int = 0,
+) -> DataLoader:
   """Maxlite's data of one file; tokenizes it at the first call."""
   cfg = DataConfig(
     dataset_type=kind,
@@ -207,7 +212,10 @@ def tokens_per_second(stream: Iterator[Any], num_batches: int) -> float:
 
 
 def compare_pipelines(
-  files: dict[str, Path], folder: Path, num_workers: int, num_batches: int
+  files: dict[str, Path],
+  folder: Path,
+  num_workers: int,
+  num_batches: int,
 ) -> None:
   """Print the median speeds of all streams, which alternate."""
   ids = next((folder / "cache").glob("*/train.bin"))
@@ -227,7 +235,11 @@ def compare_pipelines(
 
 
 def compare_tokenization(
-  kinds: Sequence[str], files: dict[str, Path], tokenizer: Tokenizer, folder: Path, num_bytes: int
+  kinds: Sequence[str],
+  files: dict[str, Path],
+  tokenizer: Tokenizer,
+  folder: Path,
+  num_bytes: int,
 ) -> None:
   """Print the time of tokenizing each file, and its ratio to that of `tokenizers` alone."""
   print("tokenizers alone, documents: ", end="")

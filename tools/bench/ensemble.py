@@ -40,9 +40,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ensemble_candidates import ALIKE, CANDIDATES, DIFFERENT, GROUPED, Candidate
+from ensemble_candidate import Candidate
+from ensemble_candidates import ALIKE, CANDIDATES, DIFFERENT, GROUPED
 from ensemble_problems import PROBLEMS, split_adapters
-from moe import print_ratio
+from moe import print_ratio, print_ratio_of
 from rich.console import Console
 from rich.table import Table
 
@@ -136,7 +137,10 @@ def alike(options: argparse.Namespace) -> None:
 
 
 def compare_alike(
-  title: str, problem: str, options: argparse.Namespace, goal: float | None = None
+  title: str,
+  problem: str,
+  options: argparse.Namespace,
+  goal: float | None = None,
 ) -> None:
   """Compare the ways to train members of one shape.
 
@@ -152,13 +156,20 @@ def compare_alike(
     at_least = None
     if name == "loop":
       at_least = goal
-    print_ratio(f"{title}: {name} / stacked", step[name] / step["stacked"], at_least=at_least)
-  print_start_ratio(title, result.start)
+    print_ratio_of(title, step, name, "stacked", at_least=at_least)
+  print_start_ratio(title, result.start, "stacked", "jax.vmap", at_most=1.2)
 
 
-def print_start_ratio(title: str, start: dict[str, float]) -> None:
-  by_hand = start["stacked"] / start["jax.vmap"]
-  print_ratio(f"{title}: start, stacked / jax.vmap", by_hand, at_most=1.2)
+def print_start_ratio(
+  title: str,
+  start: dict[str, float],
+  numerator: str,
+  denominator: str,
+  at_most: float,
+) -> None:
+  """Print the ratio of the start times of two candidates."""
+  ratio = start[numerator] / start[denominator]
+  print_ratio(f"{title}: start, {numerator} / {denominator}", ratio, at_most=at_most)
 
 
 def decoders(options: argparse.Namespace) -> None:
@@ -170,11 +181,15 @@ def different(options: argparse.Namespace, num_devices: int = 1) -> None:
   names = ["auto", "pad + vmap", *DIFFERENT]
   title = f"24 MLPs, {num_devices} devices"
   step = compare_different(title, names, "mlps_different", num_devices, options)
-  print_ratio(f"{title}: pad + vmap / auto", step["pad + vmap"] / step["auto"], at_least=10)
+  print_ratio_of(title, step, "pad + vmap", "auto", at_least=10)
 
 
 def compare_different(
-  title: str, names: list[str], problem: str, num_devices: int, options: argparse.Namespace
+  title: str,
+  names: list[str],
+  problem: str,
+  num_devices: int,
+  options: argparse.Namespace,
 ) -> dict[str, float]:
   """Compare the ways to train members of different shapes; returns the seconds of a step."""
   result = compare(title, names, problem, num_devices, options)
@@ -182,9 +197,9 @@ def compare_different(
   start = result.start
   strategies = ("auto", *ENSEMBLE_STRATEGIES)
   fastest = min(seconds for name, seconds in step.items() if name in strategies)
-  print_ratio(f"{title}: loop / auto", step["loop"] / step["auto"], at_least=1.5)
-  print_ratio(f"{title}: loop / one bare program", step["loop"] / step["one bare program"])
-  print_ratio(f"{title}: start, auto / loop", start["auto"] / start["loop"], at_most=1)
+  print_ratio_of(title, step, "loop", "auto", at_least=1.5)
+  print_ratio_of(title, step, "loop", "one bare program")
+  print_start_ratio(title, start, "auto", "loop", at_most=1)
   print_ratio(f"{title}: auto / fastest strategy", step["auto"] / fastest, at_most=1.2)
   return step
 
@@ -196,17 +211,25 @@ def simulated(options: argparse.Namespace) -> None:
 def grouped(options: argparse.Namespace) -> None:
   title = "One hidden layer of 24 members"
   step = compare(title, list(GROUPED), "mlps_different", 1, options).step
-  print_ratio("grouped: a dot per member / grouped", step["dots"] / step["grouped matmul"])
+  ratio = step["dots"] / step["grouped matmul"]
+  print_ratio("grouped: a dot per member / grouped", ratio)
 
 
 def thousand(options: argparse.Namespace) -> None:
   title = "1,024 MLPs, 3 layers of 32"
   names = ["stacked", "loop", "jax.vmap"]
-  result = compare(title, names, "mlps_thousand", 1, options, reports=["member_params"])
+  result = compare(
+    title,
+    names,
+    "mlps_thousand",
+    1,
+    options,
+    reports=["member_params"],
+  )
   step = result.step
-  print_ratio(f"{title}: loop / stacked", step["loop"] / step["stacked"])
-  print_ratio(f"{title}: stacked / jax.vmap", step["stacked"] / step["jax.vmap"])
-  print_start_ratio(title, result.start)
+  print_ratio_of(title, step, "loop", "stacked")
+  print_ratio_of(title, step, "stacked", "jax.vmap")
+  print_start_ratio(title, result.start, "stacked", "jax.vmap", at_most=1.2)
   (member_params_seconds,) = result.reports["stacked"]
   first, later = member_params_seconds
   print(f"{title}: member_params {first:.2f} s at first, then {1e3 * later:.2f} ms per member")
@@ -217,16 +240,28 @@ def adapters(options: argparse.Namespace) -> None:
     compare_adapters(f"16 adapters of rank 8 on {size} parameters", problem, options)
 
 
-def compare_adapters(title: str, problem: str, options: argparse.Namespace) -> None:
+def compare_adapters(
+  title: str,
+  problem: str,
+  options: argparse.Namespace,
+) -> None:
   """Compare times, sizes of arguments, and early losses of adapters on one base."""
   loop = "loop over adapters"
   requested = ["argument_bytes", "losses"]
-  step, _, reports = compare(title, ["stacked", loop], problem, 1, options, reports=requested)
+  step, _, reports = compare(
+    title,
+    ["stacked", loop],
+    problem,
+    1,
+    options,
+    reports=requested,
+  )
   num_bytes, losses = reports["stacked"]
   num_bytes_of_loop, losses_of_loop = reports[loop]
   least = bytes_of_adapters(problem)
-  difference = np.max(np.abs(np.array(losses) / np.array(losses_of_loop) - 1))
-  print_ratio(f"{title}: loop over adapters / stacked", step[loop] / step["stacked"])
+  relative = np.array(losses) / np.array(losses_of_loop)
+  difference = np.max(np.abs(relative - 1))
+  print_ratio_of(title, step, loop, "stacked")
   print(
     f"{title}: arguments {num_bytes / 1e6:,.1f} MB; "
     f"base and one adapter {num_bytes_of_loop / 1e6:,.1f}"
@@ -238,9 +273,12 @@ def compare_adapters(title: str, problem: str, options: argparse.Namespace) -> N
 def bytes_of_adapters(problem: str) -> int:
   """The size of the base, and of all adapters with their moments."""
   own = PROBLEMS[problem]()
-  variables = jax.eval_shape(own.models[0].init, jax.random.key(0), own.batch[0])
+  model = own.models[0]
+  inputs, _ = own.batch
+  variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
   adapter, base = split_adapters(variables["params"])
-  return bytes_of_float32(base) + 3 * len(own.models) * bytes_of_float32(adapter)
+  adapter_and_moments = 3 * bytes_of_float32(adapter)
+  return bytes_of_float32(base) + len(own.models) * adapter_and_moments
 
 
 def bytes_of_float32(tree: PyTree) -> int:
@@ -282,7 +320,10 @@ def compare(
 
 
 def start_all(
-  processes: contextlib.ExitStack, names: Sequence[str], problem: str, num_devices: int
+  processes: contextlib.ExitStack,
+  names: Sequence[str],
+  problem: str,
+  num_devices: int,
 ) -> dict[str, Timed]:
   """Start all candidates that can train these members, except what `auto` already runs."""
   timed: dict[str, Timed] = {}
@@ -318,7 +359,11 @@ def print_table(title: str, timed: dict[str, Timed]) -> None:
 
 
 @contextlib.contextmanager
-def started(name: str, problem: str, num_devices: int) -> Iterator[Timed | None]:
+def started(
+  name: str,
+  problem: str,
+  num_devices: int,
+) -> Iterator[Timed | None]:
   """A candidate that is ready to be measured; prints the reason and yields None if it cannot."""
   environment = dict(os.environ)
   # On a busy machine, spinning threads make PyTorch 20 times slower.

@@ -5,7 +5,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,70 +14,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ensemble_candidate import Candidate, RepeatedStep, State, Step
 from ensemble_problems import (
   DEPTHS,
   MLP,
   NUM_FEATURES,
   NUM_HEADS,
-  NUM_ROWS,
   PROBLEMS,
   VOCAB_SIZE,
   WIDTHS,
   Problem,
   split_adapters,
 )
+from ensemble_products import a_dot_each, one_grouped_matmul
 from flax.traverse_util import flatten_dict, unflatten_dict
 from rich.console import Console
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble
-from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.sharding.pytree import PyTree
 
-Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, metrics)
+MAX_WIDTH = max(WIDTHS)
+MAX_DEPTH = max(DEPTHS)
 
 
-class Candidate(NamedTuple):
-  """One way to train all members.
-
-  Attributes:
-    run: takes `num_steps` steps and waits for the results.
-    useful_share: the share of the FLOPs that are not spent on padding.
-    strategy: the strategy that `auto` chose; empty for others.
-    reports: what else ensemble.py may request, by name; the results are JSON.
-  """
-
-  run: Callable[[], Any]
-  num_steps: int
-  useful_share: float = 1.0
-  strategy: str = ""
-  reports: Mapping[str, Callable[[], Any]] = {}
-
-
-class RepeatedStep:
-  """A step with its state; the first step is taken at once, and `run` takes `num_steps` more.
-
-  Attributes:
-    state: the state after the latest step.
-    early_metrics: the metrics of the last step of the first run; None before it.
-  """
-
-  def __init__(self, step: Step, state: Any, data: Any, num_steps: int):
-    self._step = step
-    self._data = data
-    self._num_steps = num_steps
-    self.early_metrics = None
-    self.state, _ = jax.block_until_ready(step(state, data))
-
-  def run(self) -> None:
-    for _ in range(self._num_steps):
-      self.state, metrics = self._step(self.state, self._data)
-    jax.block_until_ready((self.state, metrics))
-    if self.early_metrics is None:
-      self.early_metrics = metrics
-
-
-def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candidate:
+def by_strategy(
+  strategy: str,
+  problem: str,
+  *,
+  closures: bool = False,
+) -> Candidate:
   """A strategy of `Ensemble`.
 
   Args:
@@ -88,7 +54,7 @@ def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candi
   state = ensemble.init(own.batch)
   repeated = RepeatedStep(ensemble.step, state, own.batch, own.num_steps)
   plan = ensemble.plan
-  (share,) = [each.useful_share for each in plan.estimates if each.strategy == plan.strategy]
+  shares = {estimate.strategy: estimate.useful_share for estimate in plan.estimates}
   chosen = ""
   if strategy == "auto":
     chosen = plan.strategy
@@ -106,7 +72,7 @@ def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candi
   return Candidate(
     repeated.run,
     own.num_steps,
-    useful_share=share,
+    useful_share=shares[plan.strategy],
     strategy=chosen,
     reports={
       "losses": losses,
@@ -116,7 +82,11 @@ def by_strategy(strategy: str, problem: str, *, closures: bool = False) -> Candi
   )
 
 
-def build_ensemble(strategy: str, problem: str, closures: bool) -> Ensemble:
+def build_ensemble(
+  strategy: str,
+  problem: str,
+  closures: bool,
+) -> Ensemble:
   """The members of a problem; those of worker processes are built there."""
   if strategy == "processes":
     paths = [str(Path(__file__).parent), *sys.path]
@@ -169,9 +139,11 @@ def vmap_by_hand(problem: str) -> Candidate:
   """All members, which have one model, by `jax.vmap` of the loop's functions."""
   own = PROBLEMS[problem]()
   init, step = solo_functions(own.models[0], own.batch, own.loss)
-  params, opt_state = jax.jit(jax.vmap(init))(jnp.arange(len(own.rates)))
+  seed_Z = jnp.arange(len(own.rates))
+  params, opt_state = jax.jit(jax.vmap(init))(seed_Z)
   opt_state.hyperparams["learning_rate"] = jnp.asarray(own.rates, jnp.float32)
-  program = jax.jit(jax.vmap(step, in_axes=(0, None)), donate_argnums=0)
+  step_of_all = jax.vmap(step, in_axes=(0, None))
+  program = jax.jit(step_of_all, donate_argnums=0)
   repeated = RepeatedStep(program, (params, opt_state), own.batch, own.num_steps)
   return Candidate(repeated.run, own.num_steps)
 
@@ -208,7 +180,7 @@ def mlp_sizes(width: int, depth: int) -> list[int]:
 class SoloFunctions(NamedTuple):
   """The functions of one model: `init` takes a seed, `step` a state and a batch."""
 
-  init: Callable[[Any], tuple[PyTree, PyTree]]
+  init: Callable[[Any], State]
   step: Step
 
 
@@ -229,16 +201,19 @@ def solo_steps(problem: Problem) -> tuple[Step, list]:
 
 
 def solo_functions(
-  model: nn.Module, data: tuple[jax.Array, jax.Array], loss: Callable
+  model: nn.Module,
+  data: tuple[jax.Array, jax.Array],
+  loss: Callable,
 ) -> SoloFunctions:
   """Initialization and step of one model, without any checks."""
   optimizer = optax.inject_hyperparams(optax.adam)(0.0)
 
-  def init(seed: Any) -> tuple[PyTree, PyTree]:
-    params = model.init(jax.random.key(seed), data[0])
+  def init(seed: Any) -> State:
+    inputs, _ = data
+    params = model.init(jax.random.key(seed), inputs)
     return params, optimizer.init(params)
 
-  def step(state: tuple[PyTree, PyTree], data: tuple) -> tuple[tuple[PyTree, PyTree], jax.Array]:
+  def step(state: State, data: tuple) -> tuple[State, jax.Array]:
     params, opt_state = state
 
     def compute_loss(params: PyTree) -> jax.Array:
@@ -273,38 +248,47 @@ def pad_and_vmap(problem: str) -> Candidate:
   depth_Z = jnp.asarray([model.depth for model in own.models])
   optimizer = optax.adam(own.rates[0])
 
-  def init(seed: jax.Array) -> tuple[PyTree, PyTree]:
+  def init(seed: jax.Array) -> State:
     params = init_padded(seed)
     return params, optimizer.init(params)
 
   def step(
-    state: tuple[PyTree, PyTree], width: jax.Array, depth: jax.Array, batch: tuple
-  ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
+    state: State,
+    width: jax.Array,
+    depth: jax.Array,
+    batch: tuple,
+  ) -> tuple[State, jax.Array]:
     params, opt_state = state
     value, gradients = jax.value_and_grad(masked_loss)(params, width, depth, batch)
     updates, opt_state = optimizer.update(gradients, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), value
 
-  program = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, None)), donate_argnums=0)
+  step_of_members = jax.vmap(step, in_axes=(0, 0, 0, None))
+  program = jax.jit(step_of_members, donate_argnums=0)
 
-  def step_of_all(state: tuple[PyTree, PyTree], batch: tuple) -> tuple[Any, jax.Array]:
+  def step_of_all(state: State, batch: tuple) -> tuple[State, jax.Array]:
     return program(state, width_Z, depth_Z, batch)
 
-  states = jax.jit(jax.vmap(init))(jnp.arange(len(own.models)))
+  seed_Z = jnp.arange(len(own.models))
+  states = jax.jit(jax.vmap(init))(seed_Z)
   repeated = RepeatedStep(step_of_all, states, own.batch, own.num_steps)
-  useful = sum(num_weights(model.width, model.depth) for model in own.models)
-  share = useful / (len(own.models) * num_weights(max(WIDTHS), max(DEPTHS)))
-  return Candidate(repeated.run, own.num_steps, share)
+  useful = 0
+  for model in own.models:
+    useful += num_weights(model.width, model.depth)
+  computed = len(own.models) * num_weights(MAX_WIDTH, MAX_DEPTH)
+  return Candidate(repeated.run, own.num_steps, useful / computed)
 
 
 def init_padded(seed: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
   """The weights and biases of every layer of the largest MLP."""
-  shapes = list(itertools.pairwise(mlp_sizes(max(WIDTHS), max(DEPTHS))))
+  sizes = mlp_sizes(MAX_WIDTH, MAX_DEPTH)
+  shapes = list(itertools.pairwise(sizes))
   keys = jax.random.split(jax.random.key(seed), len(shapes))
   scaled = nn.initializers.lecun_normal()
   params = []
   for key, shape in zip(keys, shapes, strict=True):
-    params.append((scaled(key, shape), jnp.zeros(shape[1])))
+    _, num_out = shape
+    params.append((scaled(key, shape), jnp.zeros(num_out)))
   return params
 
 
@@ -316,7 +300,8 @@ def masked_loss(
 ) -> jax.Array:
   """The squared error of the first `width` units of the first `depth` layers."""
   x_BD, y_BD = batch
-  unit_D = (jnp.arange(max(WIDTHS)) < width).astype(x_BD.dtype)
+  is_used_D = jnp.arange(MAX_WIDTH) < width
+  unit_D = is_used_D.astype(x_BD.dtype)
   for layer, (w_DF, b_F) in enumerate(params[:-1]):
     y_BF = nn.relu(x_BD @ w_DF + b_F) * unit_D
     if layer == 0:
@@ -324,80 +309,13 @@ def masked_loss(
     else:
       x_BD = jnp.where(layer <= depth, y_BF, x_BD)
   w_DF, b_F = params[-1]
-  return jnp.mean((x_BD @ w_DF + b_F - y_BD) ** 2)
+  error_BD = x_BD @ w_DF + b_F - y_BD
+  return jnp.mean(error_BD**2)
 
 
 def num_weights(width: int, depth: int) -> int:
   """The number of weights of all matrices of an MLP, to which FLOPs are proportional."""
   return NUM_FEATURES * width + depth * width**2 + width
-
-
-class HiddenLayer(NamedTuple):
-  """The operands of one hidden layer: its input, its weights, and the gradient of its product."""
-
-  x_BD: jax.Array
-  w_DF: jax.Array
-  dy_BF: jax.Array
-
-
-def hidden_layers(problem: str) -> list[HiddenLayer]:
-  """Random operands of one hidden layer per member."""
-  layers = []
-  for z, model in enumerate(PROBLEMS[problem]().models):
-    rng = np.random.default_rng(z)
-    arrays = []
-    for num_rows in (NUM_ROWS, model.width, NUM_ROWS):
-      numbers = rng.standard_normal((num_rows, model.width))
-      arrays.append(jnp.asarray(numbers, jnp.float32))
-    layers.append(HiddenLayer._make(arrays))
-  return layers
-
-
-def a_dot_each(problem: str) -> Candidate:
-  """The three products of every member, forward and backward."""
-
-  def multiply_all(layers: list[HiddenLayer], _: None) -> tuple[list[HiddenLayer], list]:
-    products = []
-    for x_BD, w_DF, dy_BF in layers:
-      products.append((x_BD @ w_DF, dy_BF @ w_DF.T, x_BD.T @ dy_BF))
-    return layers, products
-
-  return candidate_of_products(multiply_all, hidden_layers(problem))
-
-
-def one_grouped_matmul(problem: str) -> Candidate:
-  """The three products as the forward and backward pass of one grouped matmul.
-
-  Rows are the members' input units M, grouped by member; output units are padded to the largest
-  width F: dw_MF = x_MB dy_ZBF, and its gradients for a cotangent w_MF are dx_MB and y_ZBF.
-  """
-  layers = hidden_layers(problem)
-  size_Z = jnp.asarray([layer.w_DF.shape[0] for layer in layers])
-  x_MB = jnp.concatenate([layer.x_BD.T for layer in layers])
-  w_MF = jnp.concatenate([pad_columns(layer.w_DF) for layer in layers])
-  dy_ZBF = jnp.stack([pad_columns(layer.dy_BF) for layer in layers])
-  multiply = functools.partial(grouped_matmul, group_sizes_G=size_Z, backend="tiled")
-
-  def multiply_all(operands: tuple, _: None) -> tuple[tuple, tuple]:
-    x_MB, w_MF, dy_ZBF = operands
-    dw_MF, gradients = jax.vjp(multiply, x_MB, dy_ZBF)
-    return operands, (dw_MF, gradients(w_MF))
-
-  share = sum(layer.w_DF.size for layer in layers) / w_MF.size
-  return candidate_of_products(multiply_all, (x_MB, w_MF, dy_ZBF), share)
-
-
-def pad_columns(array: jax.Array) -> jax.Array:
-  """Pad a matrix with zero columns to the largest width."""
-  num_missing = max(WIDTHS) - array.shape[1]
-  return jnp.pad(array, ((0, 0), (0, num_missing)))
-
-
-def candidate_of_products(multiply_all: Step, operands: Any, share: float = 1.0) -> Candidate:
-  num_steps = 10
-  program = jax.jit(multiply_all, donate_argnums=0)
-  repeated = RepeatedStep(program, operands, None, num_steps)
-  return Candidate(repeated.run, num_steps, share)
 
 
 def loop_of_adapters(problem: str) -> Candidate:
@@ -408,24 +326,32 @@ def loop_of_adapters(problem: str) -> Candidate:
   optimizer = optax.inject_hyperparams(optax.adam)(0.0)
 
   @jax.jit
-  def init(seed: int) -> tuple[PyTree, PyTree]:
-    variables = model.init(jax.random.key(seed), own.batch[0])
+  def init(seed: int) -> State:
+    inputs, _ = own.batch
+    variables = model.init(jax.random.key(seed), inputs)
     adapter, _ = split_adapters(variables["params"])
     return adapter, optimizer.init(adapter)
 
-  def compute_loss(adapter: PyTree, base: PyTree, batch: tuple) -> jax.Array:
-    return own.loss(model.bind({"params": join_adapters(adapter, base)}), batch)
+  def compute_loss(
+    adapter: PyTree,
+    base: PyTree,
+    batch: tuple,
+  ) -> jax.Array:
+    params = join_adapters(adapter, base)
+    return own.loss(model.bind({"params": params}), batch)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def step(
-    state: tuple[PyTree, PyTree], base: PyTree, batch: tuple
-  ) -> tuple[tuple[PyTree, PyTree], jax.Array]:
+    state: State,
+    base: PyTree,
+    batch: tuple,
+  ) -> tuple[State, jax.Array]:
     adapter, opt_state = state
     value, gradients = jax.value_and_grad(compute_loss)(adapter, base, batch)
     updates, opt_state = optimizer.update(gradients, opt_state, adapter)
     return (optax.apply_updates(adapter, updates), opt_state), value
 
-  def step_of_one(state: tuple[PyTree, PyTree], batch: tuple) -> tuple[Any, jax.Array]:
+  def step_of_one(state: State, batch: tuple) -> tuple[Any, jax.Array]:
     return step(state, base, batch)
 
   states = []

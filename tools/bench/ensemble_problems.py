@@ -72,7 +72,8 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     dense = functools.partial(nn.Dense, use_bias=False)
-    qkv_BTF = dense(3 * self.width)(nn.RMSNorm()(x_BTD))
+    normed_BTD = nn.RMSNorm()(x_BTD)
+    qkv_BTF = dense(3 * self.width)(normed_BTD)
     q_BTF, k_BTF, v_BTF = jnp.split(qkv_BTF, 3, axis=-1)
     o_BTHC = jax.nn.dot_product_attention(
       split_heads(q_BTF),
@@ -81,7 +82,8 @@ class DecoderLayer(nn.Module):
       is_causal=True,
     )
     x_BTD += dense(self.width)(o_BTHC.reshape(x_BTD.shape))
-    h_BTF = nn.silu(dense(4 * self.width)(nn.RMSNorm()(x_BTD)))
+    normed_BTD = nn.RMSNorm()(x_BTD)
+    h_BTF = nn.silu(dense(4 * self.width)(normed_BTD))
     return x_BTD + dense(self.width)(h_BTF)
 
 
@@ -98,9 +100,11 @@ class AdaptedDense(nn.Module):
 
   @nn.compact
   def __call__(self, x_BD: jax.Array) -> jax.Array:
-    a_DR = self.param("lora_a", nn.initializers.lecun_normal(), (x_BD.shape[-1], self.rank))
+    num_in = x_BD.shape[-1]
+    a_DR = self.param("lora_a", nn.initializers.lecun_normal(), (num_in, self.rank))
     b_RF = self.param("lora_b", nn.initializers.zeros, (self.rank, self.width))
-    return nn.Dense(self.width)(x_BD) + x_BD @ a_DR @ b_RF
+    y_BF = nn.Dense(self.width)(x_BD)
+    return y_BF + x_BD @ a_DR @ b_RF
 
 
 class AdaptedMLP(nn.Module):
@@ -248,12 +252,14 @@ def decoders_different() -> Problem:
 
 
 def features_and_targets() -> tuple[jax.Array, jax.Array]:
-  x_BD = jax.random.normal(jax.random.key(0), (NUM_ROWS, NUM_FEATURES))
+  key = jax.random.key(0)
+  x_BD = jax.random.normal(key, (NUM_ROWS, NUM_FEATURES))
   return x_BD, jnp.sin(jnp.sum(x_BD, axis=1, keepdims=True))
 
 
 def tokens_and_targets() -> tuple[jax.Array, jax.Array]:
-  tokens_BT = jax.random.randint(jax.random.key(0), (NUM_SEQS, LENGTH), 0, VOCAB_SIZE)
+  key = jax.random.key(0)
+  tokens_BT = jax.random.randint(key, (NUM_SEQS, LENGTH), 0, VOCAB_SIZE)
   return tokens_BT, jnp.roll(tokens_BT, -1, axis=1)
 
 

@@ -133,7 +133,11 @@ def maxlite_run(
 
 
 def transformers_run(
-  folder: str, prompts_BT: np.ndarray, num_tokens: int, num_threads: int, clock: Clock
+  folder: str,
+  prompts_BT: np.ndarray,
+  num_tokens: int,
+  num_threads: int,
+  clock: Clock,
 ) -> Run:
   """A run of `transformers` with a number of threads."""
   model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -265,7 +269,12 @@ class Comparison:
     self._clock = time.process_time if args.processor else time.perf_counter
     self.differing: list[str] = []
 
-  def add_model(self, name: str, folder: str, is_default: bool = False) -> None:
+  def add_model(
+    self,
+    name: str,
+    folder: str,
+    is_default: bool = False,
+  ) -> None:
     """Add the rows of a model; of the default Llama also its matmuls alone."""
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
     for num_rows in self._args.batch:
@@ -294,7 +303,11 @@ class Comparison:
           ratio,
         )
 
-  def _references(self, folder: str, prompts_BT: np.ndarray) -> dict[str, Run]:
+  def _references(
+    self,
+    folder: str,
+    prompts_BT: np.ndarray,
+  ) -> dict[str, Run]:
     """Runs of `transformers`, by their number of threads."""
     runs = {}
     for num_threads in self._args.threads:
@@ -302,7 +315,11 @@ class Comparison:
       runs[f"transformers, {num_threads}"] = run
     return runs
 
-  def _candidates(self, folder: str, prompts_BT: np.ndarray) -> dict[str, Run]:
+  def _candidates(
+    self,
+    folder: str,
+    prompts_BT: np.ndarray,
+  ) -> dict[str, Run]:
     """Runs of maxlite, by their number of devices."""
     runs = {}
     for num_devices in self._args.tensor:

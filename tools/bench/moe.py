@@ -22,6 +22,7 @@ that, compare processor time on one core:
 """
 
 import argparse
+import collections
 import functools
 import importlib.util
 import os
@@ -55,6 +56,7 @@ NUM_SIMULATED = 4  # devices of the section `exchange`
 LAYER = ["num_experts=16", "num_experts_per_tok=2", "base_moe_mlp_dim=1024"]
 LAYER_SHAPE = (4, 1024, 512)  # sequences, positions, width
 WARM_ROUNDS = 8  # until the allocator holds all pages; a page fault takes microseconds
+MIB = 2**20
 REPEATS = 10  # on an accelerator, where launching a small program takes as long as running it
 
 Runs = dict[str, Callable[[], Any]]
@@ -71,13 +73,14 @@ class Timer(NamedTuple):
     clock = time.perf_counter
     if self.processor_time:
       clock = time.process_time
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(WARM_ROUNDS + self.rounds):
+    seconds = collections.defaultdict(list)
+    for round_ in range(WARM_ROUNDS + self.rounds):
       for name, run in runs.items():
         start = clock()
         run()
-        seconds[name].append(clock() - start)
-    return {name: statistics.median(times[WARM_ROUNDS:]) for name, times in seconds.items()}
+        if round_ >= WARM_ROUNDS:
+          seconds[name].append(clock() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 class GroupedSize(NamedTuple):
@@ -110,7 +113,11 @@ class MatmulGoal(NamedTuple):
   ragged_dot_at_least: float
 
 
-MATMUL_GOALS = (MatmulGoal(8, 1.4, 6), MatmulGoal(16, 1.6, 12), MatmulGoal(64, 1.9, 40))
+MATMUL_GOALS = (
+  MatmulGoal(num_groups=8, dense_at_most=1.4, ragged_dot_at_least=6),
+  MatmulGoal(num_groups=16, dense_at_most=1.6, ragged_dot_at_least=12),
+  MatmulGoal(num_groups=64, dense_at_most=1.9, ragged_dot_at_least=40),
+)
 
 
 def main() -> int:
@@ -125,7 +132,8 @@ def main() -> int:
   keep_freed_memory()
   timer = Timer(options.rounds, options.processor_time)
   platform = jax.default_backend()
-  print(f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {options.rounds} rounds")
+  devices = jax.devices()
+  print(f"{len(devices)} x {devices[0].device_kind}, {options.rounds} rounds")
   for section in options.sections or default_sections(platform):
     SECTIONS[section](timer, platform)
   return 0
@@ -142,7 +150,12 @@ def default_sections(platform: str) -> list[str]:
 def matmul(timer: Timer, platform: str) -> None:
   backend = resolve_backend("auto", Hardware(platform), "float32")
   for goal in MATMUL_GOALS:
-    size = GroupedSize(num_rows=8192, num_in=256, num_out=512, num_groups=goal.num_groups)
+    size = GroupedSize(
+      num_rows=8192,
+      num_in=256,
+      num_out=512,
+      num_groups=goal.num_groups,
+    )
     sizes_G = jnp.asarray(skewed_sizes(size.num_rows, size.num_groups))
     operands = draw(size.operand_shapes, "float32")
     title = f"matmul, {size.num_groups} groups, float32"
@@ -151,8 +164,7 @@ def matmul(timer: Timer, platform: str) -> None:
       backend: compiled(grouped(backend), [sizes_G, *operands]),
     }
     seconds = timer.median_seconds(runs)
-    slowdown = seconds[backend] / seconds["dense"]
-    print_ratio(f"{title}: {backend} / dense", slowdown, at_most=goal.dense_at_most)
+    print_ratio_of(title, seconds, backend, "dense", at_most=goal.dense_at_most)
     # The program after a ragged dot must allocate gigabytes of memory again, so an untimed run
     # separates them.
     alternating = {
@@ -161,15 +173,17 @@ def matmul(timer: Timer, platform: str) -> None:
       backend: runs[backend],
     }
     seconds = timer.median_seconds(alternating)
-    speedup = seconds["ragged_dot"] / seconds[backend]
-    print_ratio(f"{title}: ragged_dot / {backend}", speedup, at_least=goal.ragged_dot_at_least)
+    print_ratio_of(title, seconds, "ragged_dot", backend, at_least=goal.ragged_dot_at_least)
 
 
 def grouped(backend: str) -> Callable[..., tuple]:
   """A grouped matmul, with its gradients, as a function of group sizes and operands."""
 
   def run(
-    sizes_G: jax.Array, x_MD: jax.Array, w_GDF: jax.Array, dy_MF: jax.Array
+    sizes_G: jax.Array,
+    x_MD: jax.Array,
+    w_GDF: jax.Array,
+    dy_MF: jax.Array,
   ) -> tuple[jax.Array, tuple]:
     multiply = functools.partial(grouped_matmul, group_sizes_G=sizes_G, backend=backend)
     return value_and_gradients(multiply, [x_MD, w_GDF, dy_MF])
@@ -186,14 +200,18 @@ def skewed_sizes(num_rows: int, num_groups: int) -> np.ndarray:
 
 
 def dense(
-  dtype: jnp.dtype, x_MD: jax.Array, w_GDF: jax.Array, dy_MF: jax.Array
+  dtype: jnp.dtype,
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  dy_MF: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """One matmul of equal FLOPs, with its gradients."""
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   y_MF = dot("MD,DF->MF", x_MD, w_GDF[0])
   dx_MD = dot("MF,DF->MD", dy_MF, w_GDF[0])
   dw_DF = dot("DM,MF->DF", x_MD.T, dy_MF)
-  return y_MF.astype(dtype), dx_MD.astype(dtype), dw_DF.astype(dtype)
+  results = (y_MF, dx_MD, dw_DF)
+  return jax.tree.map(lambda x: x.astype(dtype), results)
 
 
 def layer(timer: Timer, platform: str) -> None:
@@ -209,7 +227,7 @@ def layer(timer: Timer, platform: str) -> None:
     goal = None
     if dtype == "float32":
       goal = 1.7
-    print_ratio(f"layer, {dtype}: moe / dense", seconds["moe"] / seconds["dense"], at_most=goal)
+    print_ratio_of(f"layer, {dtype}", seconds, "moe", "dense", at_most=goal)
 
 
 def exchange(timer: Timer, platform: str) -> None:
@@ -221,8 +239,8 @@ def exchange(timer: Timer, platform: str) -> None:
     sharder = one_axis_mesh(mesh_axis, jax.devices())
     runs[mesh_axis] = layer_run(moe(sharder), sharder, "float32")
   seconds = timer.median_seconds(runs)
-  title = f"exchange, {NUM_SIMULATED} devices: expert / data"
-  print_ratio(title, seconds["expert"] / seconds["data"], at_most=1.5)
+  title = f"exchange, {NUM_SIMULATED} devices"
+  print_ratio_of(title, seconds, "expert", "data", at_most=1.5)
 
 
 def rerun_simulated(timer: Timer) -> None:
@@ -247,7 +265,11 @@ def moe(sharder: Sharder) -> MoeBlock:
   return MoeBlock(load_config(LAYER).model, sharder)
 
 
-def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], Any]:
+def layer_run(
+  module: nn.Module,
+  sharder: Sharder,
+  dtype: str,
+) -> Callable[[], Any]:
   """Forward and backward of a layer with random weights on 4096 tokens."""
   rows = sharder.sharding(("activation_batch", "activation_length"))
   x_BTD, dy_BTD = draw([LAYER_SHAPE, LAYER_SHAPE], dtype)
@@ -255,14 +277,16 @@ def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], A
   dy_BTD = jax.device_put(dy_BTD, rows)
   inputs = [x_BTD]
   if isinstance(module, MoeBlock):
-    segment_BT = jax.device_put(np.ones(LAYER_SHAPE[:2], np.int32), rows)
-    inputs.append(segment_BT)
+    segment_BT = np.ones(LAYER_SHAPE[:2], np.int32)
+    inputs.append(jax.device_put(segment_BT, rows))
   shardings = parameter_shardings(module, sharder, inputs)
   init = jax.jit(functools.partial(init_params, module), out_shardings=shardings)
   params = init(inputs)
 
   def forward_backward(
-    params: PyTree, dy_BTD: jax.Array, inputs: list[jax.Array]
+    params: PyTree,
+    dy_BTD: jax.Array,
+    inputs: list[jax.Array],
   ) -> tuple[jax.Array, tuple]:
     x_BTD, *others = inputs
 
@@ -279,7 +303,11 @@ def layer_run(module: nn.Module, sharder: Sharder, dtype: str) -> Callable[[], A
   return compiled(forward_backward, [params, dy_BTD, inputs], out_shardings=out_shardings)
 
 
-def parameter_shardings(module: nn.Module, sharder: Sharder, inputs: list[jax.Array]) -> PyTree:
+def parameter_shardings(
+  module: nn.Module,
+  sharder: Sharder,
+  inputs: list[jax.Array],
+) -> PyTree:
   """The sharding of every parameter, from its logical axes."""
   variables = jax.eval_shape(module.init, jax.random.key(1), *inputs)
   names = logical_names(variables["params"])
@@ -309,10 +337,13 @@ def step(timer: Timer, platform: str) -> None:
   seconds = timer.median_seconds(runs)
   num_tokens = tokens_of(moe_cfg) * num_devices
   for name, value in seconds.items():
-    print(f"step: {name} {value * 1e3:.0f} ms, {num_tokens / value:,.0f} tokens/s")
-  print_ratio("step: moe / dense", seconds["moe"] / seconds["dense"], at_most=1.3)
+    milliseconds = 1e3 * value
+    rate = num_tokens / value
+    print(f"step: {name} {milliseconds:.0f} ms, {rate:,.0f} tokens/s")
+  print_ratio_of("step", seconds, "moe", "dense", at_most=1.3)
   if "mixtral" in seconds:
-    print_ratio("step: tokens/s, moe / mixtral", seconds["mixtral"] / seconds["moe"], at_least=1.2)
+    speedup = seconds["mixtral"] / seconds["moe"]
+    print_ratio("step: tokens/s, moe / mixtral", speedup, at_least=1.2)
 
 
 def has_transformers() -> bool:
@@ -321,7 +352,12 @@ def has_transformers() -> bool:
 
 def rates(timer: Timer, platform: str) -> None:
   del platform
-  size = GroupedSize(num_rows=65536, num_in=2048, num_out=1408, num_groups=64)
+  size = GroupedSize(
+    num_rows=65536,
+    num_in=2048,
+    num_out=1408,
+    num_groups=64,
+  )
   backend = resolve_backend("auto", hardware_of(jax.devices()[0]), "bfloat16")
   sizes_G = jnp.asarray(skewed_sizes(size.num_rows, size.num_groups))
   operands = draw(size.operand_shapes, "bfloat16")
@@ -333,16 +369,22 @@ def rates(timer: Timer, platform: str) -> None:
   for name, value in seconds.items():
     rate = size.num_flops / value / 1e12
     print(f"rates: {name} {rate:,.0f} TFLOP/s, forward and backward, bfloat16")
-  print_ratio(f"rates: {backend} / dense", seconds["dense"] / seconds[backend], at_least=0.8)
-  memory = jax.jit(grouped(backend)).lower(sizes_G, *operands).compile().memory_analysis()
+  speedup = seconds["dense"] / seconds[backend]
+  print_ratio(f"rates: {backend} / dense", speedup, at_least=0.8)
+  program = jax.jit(grouped(backend)).lower(sizes_G, *operands).compile()
+  memory = program.memory_analysis()
   # The minimum: the operands, and the same size for the result and the gradients.
   need = 2 * sum(operand.nbytes for operand in operands)
   total = need + memory.temp_size_in_bytes
-  print(f"rates: {total / 2**20:,.0f} MiB, of which operands and results {need / 2**20:,.0f}")
+  print(f"rates: {total / MIB:,.0f} MiB, of which operands and results {need / MIB:,.0f}")
   print_ratio("rates: memory / analytic need", total / need, at_most=1.15)
 
 
-def compiled(function: Callable, arguments: Sequence[Any], **options: Any) -> Callable[[], Any]:
+def compiled(
+  function: Callable,
+  arguments: Sequence[Any],
+  **options: Any,
+) -> Callable[[], Any]:
   """A function that runs a compiled program on its arguments and waits for the result.
 
   Args:
@@ -363,7 +405,10 @@ def compiled(function: Callable, arguments: Sequence[Any], **options: Any) -> Ca
 
 
 def print_ratio(
-  title: str, value: float, at_most: float | None = None, at_least: float | None = None
+  title: str,
+  value: float,
+  at_most: float | None = None,
+  at_least: float | None = None,
 ) -> None:
   """Print a ratio, and whether it meets its goal."""
   line = f"{title} {value:.2f}"
@@ -372,6 +417,19 @@ def print_ratio(
   if at_least is not None:
     line += f" (goal: at least {at_least}, {verdict(value >= at_least)})"
   print(line, flush=True)
+
+
+def print_ratio_of(
+  title: str,
+  seconds: dict[str, float],
+  numerator: str,
+  denominator: str,
+  at_most: float | None = None,
+  at_least: float | None = None,
+) -> None:
+  """Print the ratio of two entries, and whether it meets its goal."""
+  ratio = seconds[numerator] / seconds[denominator]
+  print_ratio(f"{title}: {numerator} / {denominator}", ratio, at_most, at_least)
 
 
 def verdict(is_met: bool) -> str:

@@ -66,7 +66,8 @@ def nonlinear(x: jax.Array) -> jax.Array:
 
 
 def draft(params: PyTree, x_TD: jax.Array) -> jax.Array:
-  return x_TD + nonlinear(x_TD @ params["draft"]["down"]) @ params["draft"]["up"]
+  head = params["draft"]
+  return x_TD + nonlinear(x_TD @ head["down"]) @ head["up"]
 
 
 def fit_loss(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -79,7 +80,8 @@ def match_loss(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
   x_TD = hidden(params, batch[0])
   w_DV = params["unembed"]["kernel"]
   wanted_TV = jax.nn.softmax(jax.lax.stop_gradient(x_TD @ w_DV))
-  return jnp.mean(optax.softmax_cross_entropy(draft(params, x_TD) @ w_DV, wanted_TV))
+  logits_TV = draft(params, x_TD) @ w_DV
+  return jnp.mean(optax.softmax_cross_entropy(logits_TV, wanted_TV))
 
 
 def counted_flops(width: int, num_tokens: int) -> dict[str, float]:
@@ -87,13 +89,22 @@ def counted_flops(width: int, num_tokens: int) -> dict[str, float]:
   block = 4 * width * width
   unembed = 2 * width * width
   head = width * (width // 5)
-  fit = NUM_BLOCKS * 2 * block * 3 - block + unembed * 3  # the first input needs no gradient
-  match = NUM_BLOCKS * 2 * block + unembed + head * (2 + 3) + unembed * 2
-  return {"fit": 2.0 * num_tokens * fit, "match": 2.0 * num_tokens * match}
+  blocks = NUM_BLOCKS * 2 * block
+  # All weights are trained; the first input needs no gradient.
+  fit = blocks * 3 - block + unembed * 3
+  # The hidden states are only computed. The head has two products and their gradients, except for
+  # the gradient of its input; the unembedding is applied to the hidden states and to the head.
+  match = blocks + unembed + head * (2 + 3) + unembed * 2
+  flops_of_weight = 2.0 * num_tokens
+  return {"fit": flops_of_weight * fit, "match": flops_of_weight * match}
 
 
 def compile_phase(
-  phases: list[Phase], name: str, params: PyTree, batch: PyTree, counted_flops: float
+  phases: list[Phase],
+  name: str,
+  params: PyTree,
+  batch: PyTree,
+  counted_flops: float,
 ) -> Measured:
   """The compiled step of the phase `name`, in a run of `phases`."""
   alternation = Alternation(phases, strategy="separate")
@@ -103,10 +114,17 @@ def compile_phase(
   return Measured(alternation.programs[name], slot_bytes, counted_flops)
 
 
-def compile_masked(params: PyTree, batch: PyTree, counted_flops: float, *, clip: bool) -> Measured:
+def compile_masked(
+  params: PyTree,
+  batch: PyTree,
+  counted_flops: float,
+  *,
+  clip: bool,
+) -> Measured:
   """A step that computes all gradients and updates only the head."""
   labels = dict.fromkeys(params, "frozen") | {"draft": "adam"}
-  tx = optax.multi_transform({"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()}, labels)
+  transforms = {"adam": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+  tx = optax.multi_transform(transforms, labels)
   if clip:
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
 
@@ -122,7 +140,10 @@ def compile_masked(params: PyTree, batch: PyTree, counted_flops: float, *, clip:
 
 
 def num_bytes(tree: PyTree) -> int:
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+  total = 0
+  for leaf in jax.tree.leaves(tree):
+    total += leaf.size * leaf.dtype.itemsize
+  return total
 
 
 def main() -> int:
@@ -134,11 +155,18 @@ def main() -> int:
   options = parser.parse_args()
   width = options.width
   num_tokens = options.tokens
-  params = jax.tree.map(float_array, make_shapes(width), is_leaf=lambda x: isinstance(x, tuple))
+  shapes = make_shapes(width)
+  params = jax.tree.map(float_array, shapes, is_leaf=lambda x: isinstance(x, tuple))
   targets_T = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
   batch = (float_array((num_tokens, width)), targets_T)
   fit = Phase("fit", BODY, fit_loss, optax.adam(1e-3), steps=20)
-  match = Phase("match", HEAD, match_loss, optax.adam(1e-3), steps=10)
+  match = Phase(
+    "match",
+    HEAD,
+    match_loss,
+    optax.adam(1e-3),
+    steps=10,
+  )
   counted = counted_flops(width, num_tokens)
   rows = {
     "phase fit": compile_phase([fit, match], "fit", params, batch, counted["fit"]),
@@ -155,7 +183,11 @@ def float_array(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def report(rows: dict[str, Measured], all_bytes: int, head_bytes: int) -> None:
+def report(
+  rows: dict[str, Measured],
+  all_bytes: int,
+  head_bytes: int,
+) -> None:
   """Print a table with a row per step."""
   table = Table(box=None)
   table.add_column("step", justify="left")

@@ -29,20 +29,13 @@ def stacked_steps(
   """
   models = [build() for _ in rates]
   stacked, buffers = stack_module_state(models)
-  params = {}
-  first_moments = {}
-  second_moments = {}
-  for name, value in stacked.items():
-    params[name] = value.detach()
-    first_moments[name] = torch.zeros_like(value)
-    second_moments[name] = torch.zeros_like(value)
+  params = {name: value.detach() for name, value in stacked.items()}
+  adam = StackedAdam(params, rates)
   inputs = torch.tensor(x)
   targets = torch.tensor(y)
   if not targets.is_floating_point():
     inputs = inputs.long()
     targets = targets.long()
-  rate_Z = torch.tensor(rates)
-  count = 0
 
   def loss(params: dict, buffers: dict) -> torch.Tensor:
     outputs = functional_call(models[0], (params, buffers), (inputs,))
@@ -54,22 +47,37 @@ def stacked_steps(
 
   @torch.no_grad()
   def run() -> torch.Tensor:
-    nonlocal count
     for _ in range(num_steps):
-      count += 1
       gradients, loss_Z = gradients_and_losses(params, buffers)
-      for name, gradient in gradients.items():
-        first = first_moments[name]
-        second = second_moments[name]
-        first.lerp_(gradient, 1 - B1)
-        second.mul_(B2).addcmul_(gradient, gradient, value=1 - B2)
-        root = (second / (1 - B2**count)).sqrt_().add_(EPS)
-        own_axes = [1] * (gradient.ndim - 1)
-        rate = (rate_Z / (1 - B1**count)).view([-1, *own_axes])
-        params[name] -= rate * first / root
+      adam.update(gradients)
     return loss_Z
 
   return run
+
+
+class StackedAdam:
+  """Adam for stacked parameters, which it updates in place, with a learning rate per member."""
+
+  def __init__(self, params: dict[str, torch.Tensor], rates: Sequence[float]) -> None:
+    self._params = params
+    self._first = {name: torch.zeros_like(value) for name, value in params.items()}
+    self._second = {name: torch.zeros_like(value) for name, value in params.items()}
+    self._rate_Z = torch.tensor(rates)
+    self._count = 0
+
+  def update(self, gradients: dict[str, torch.Tensor]) -> None:
+    """Take a step."""
+    self._count += 1
+    rate_Z = self._rate_Z / (1 - B1**self._count)
+    for name, gradient in gradients.items():
+      first = self._first[name]
+      second = self._second[name]
+      first.lerp_(gradient, 1 - B1)
+      second.mul_(B2).addcmul_(gradient, gradient, value=1 - B2)
+      root = (second / (1 - B2**self._count)).sqrt_().add_(EPS)
+      own_axes = [1] * (gradient.ndim - 1)
+      rate = rate_Z.view([-1, *own_axes])
+      self._params[name] -= rate * first / root
 
 
 def mlp(sizes: Sequence[int]) -> nn.Module:
@@ -83,10 +91,17 @@ def mlp(sizes: Sequence[int]) -> nn.Module:
 class Decoder(nn.Module):
   """`TinyDecoder` of ensemble.py."""
 
-  def __init__(self, vocab_size: int, width: int, depth: int, num_heads: int) -> None:
+  def __init__(
+    self,
+    vocab_size: int,
+    width: int,
+    depth: int,
+    num_heads: int,
+  ) -> None:
     super().__init__()
     self.embed = nn.Embedding(vocab_size, width)
-    self.layers = nn.ModuleList(DecoderLayer(width, num_heads) for _ in range(depth))
+    layers = [DecoderLayer(width, num_heads) for _ in range(depth)]
+    self.layers = nn.ModuleList(layers)
     self.norm = nn.RMSNorm(width)
     self.unembed = nn.Linear(width, vocab_size, bias=False)
 
@@ -103,26 +118,30 @@ class DecoderLayer(nn.Module):
   def __init__(self, width: int, num_heads: int) -> None:
     super().__init__()
     self.num_heads = num_heads
-    self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+    self.attention_norm = nn.RMSNorm(width)
+    self.mlp_norm = nn.RMSNorm(width)
     self.qkv = nn.Linear(width, 3 * width, bias=False)
     self.out = nn.Linear(width, width, bias=False)
     self.mlp_in = nn.Linear(width, 4 * width, bias=False)
     self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
   def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-    qkv_BTF = self.qkv(self.norms[0](x_BTD))
+    qkv_BTF = self.qkv(self.attention_norm(x_BTD))
     q_BTF, k_BTF, v_BTF = qkv_BTF.chunk(3, dim=-1)
     q_BHTC = self._split_heads(q_BTF)
     k_BHSC = self._split_heads(k_BTF)
     v_BHSC = self._split_heads(v_BTF)
     # The fused attention has no batching rule.
-    scores_BHTS = q_BHTC @ k_BHSC.mT / q_BHTC.shape[-1] ** 0.5
-    hidden_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool).triu(1)
+    *_, length, num_channels = q_BHTC.shape
+    scores_BHTS = q_BHTC @ k_BHSC.mT / num_channels**0.5
+    hidden_TS = torch.ones((length, length), dtype=torch.bool).triu(1)
     share_BHTS = scores_BHTS.masked_fill(hidden_TS, float("-inf")).softmax(-1)
     o_BHTC = share_BHTS @ v_BHSC
-    x_BTD = x_BTD + self.out(o_BHTC.transpose(1, 2).flatten(2))
-    h_BTF = nn.functional.silu(self.mlp_in(self.norms[1](x_BTD)))
-    return x_BTD + self.mlp_out(h_BTF)
+    o_BTF = o_BHTC.transpose(1, 2).flatten(2)
+    x_BTD = x_BTD + self.out(o_BTF)
+    h_BTF = self.mlp_in(self.mlp_norm(x_BTD))
+    return x_BTD + self.mlp_out(nn.functional.silu(h_BTF))
 
   def _split_heads(self, x_BTF: torch.Tensor) -> torch.Tensor:
-    return x_BTF.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    x_BTHC = x_BTF.unflatten(-1, (self.num_heads, -1))
+    return x_BTHC.transpose(1, 2)

@@ -38,7 +38,8 @@ def mixtral_step(cfg: Config) -> Callable[[], Any]:
   )
   rows = int(cfg.data.per_device_batch_size)
   rng = np.random.default_rng(0)
-  tokens_BT = torch.from_numpy(rng.integers(0, model_cfg.vocab_size, (rows, length)))
+  tokens = rng.integers(0, model_cfg.vocab_size, (rows, length))
+  tokens_BT = torch.from_numpy(tokens)
 
   def step() -> float:
     optimizer.zero_grad()

@@ -31,20 +31,28 @@ class Block(nn.Module):
     self.down = nn.Linear(cfg.base_mlp_dim, width, bias=False)
 
   def forward(
-    self, x_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
+    self,
+    x_BTD: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
   ) -> torch.Tensor:
     normed_BTD = self.attention_norm(x_BTD)
-    q_BHTC = rotate(self._split_heads(self.query(normed_BTD)), cos_TC, sin_TC)
-    k_BHSC = rotate(self._split_heads(self.key(normed_BTD)), cos_TC, sin_TC)
+    q_BHTC = self._split_heads(self.query(normed_BTD))
+    k_BHSC = self._split_heads(self.key(normed_BTD))
     v_BHSC = self._split_heads(self.value(normed_BTD))
+    q_BHTC = rotate(q_BHTC, cos_TC, sin_TC)
+    k_BHSC = rotate(k_BHSC, cos_TC, sin_TC)
     o_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BHSC, v_BHSC, is_causal=True)
-    x_BTD = x_BTD + self.out(o_BHTC.transpose(1, 2).flatten(-2))
+    o_BTF = o_BHTC.transpose(1, 2).flatten(-2)
+    x_BTD = x_BTD + self.out(o_BTF)
     normed_BTD = self.mlp_norm(x_BTD)
-    h_BTF = F.silu(self.gate(normed_BTD)) * self.up(normed_BTD)
-    return x_BTD + self.down(h_BTF)
+    gate_BTF = F.silu(self.gate(normed_BTD))
+    up_BTF = self.up(normed_BTD)
+    return x_BTD + self.down(gate_BTF * up_BTF)
 
   def _split_heads(self, x_BTF: torch.Tensor) -> torch.Tensor:
-    return x_BTF.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    x_BTHC = x_BTF.unflatten(-1, (self.num_heads, -1))
+    return x_BTHC.transpose(1, 2)
 
 
 class Decoder(nn.Module):
@@ -53,7 +61,8 @@ class Decoder(nn.Module):
   def __init__(self, cfg: ModelConfig, length: int):
     super().__init__()
     self.embed = nn.Embedding(cfg.vocab_size, cfg.base_emb_dim)
-    self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.base_num_decoder_layers))
+    blocks = [Block(cfg) for _ in range(cfg.base_num_decoder_layers)]
+    self.blocks = nn.ModuleList(blocks)
     self.final_norm = nn.RMSNorm(cfg.base_emb_dim, eps=cfg.normalization_layer_epsilon)
     self.unembed = nn.Linear(cfg.base_emb_dim, cfg.vocab_size, bias=False)
     num_angles = cfg.head_dim // 2
@@ -70,12 +79,18 @@ class Decoder(nn.Module):
     return self.unembed(self.final_norm(x_BTD))
 
 
-def rotate(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
+def rotate(
+  x: torch.Tensor,
+  cos_TC: torch.Tensor,
+  sin_TC: torch.Tensor,
+) -> torch.Tensor:
   """Rotate the pairs of channels (c, c + C / 2) of queries or keys by their angles."""
   left, right = x.chunk(2, dim=-1)
-  rotated_left = left * cos_TC - right * sin_TC
-  rotated_right = right * cos_TC + left * sin_TC
-  return torch.cat([rotated_left, rotated_right], dim=-1)
+  rotated = [
+    left * cos_TC - right * sin_TC,
+    right * cos_TC + left * sin_TC,
+  ]
+  return torch.cat(rotated, dim=-1)
 
 
 def torch_step(cfg: Config) -> Callable[[], Any]:
@@ -90,7 +105,8 @@ def torch_step(cfg: Config) -> Callable[[], Any]:
   )
   rows = int(cfg.data.per_device_batch_size)
   rng = np.random.default_rng(0)
-  tokens_BT = torch.from_numpy(rng.integers(0, cfg.model.vocab_size, (rows, length)))
+  tokens = rng.integers(0, cfg.model.vocab_size, (rows, length))
+  tokens_BT = torch.from_numpy(tokens)
   targets_BT = tokens_BT.roll(-1, 1)
 
   def step() -> float:

@@ -62,7 +62,11 @@ def main() -> int:
   return 0
 
 
-def measure(base: Config, argv: Sequence[str], kind: str) -> dict[str, list[float]]:
+def measure(
+  base: Config,
+  argv: Sequence[str],
+  kind: str,
+) -> dict[str, list[float]]:
   """The change of every module's output, at each of FACTORS."""
   changes: dict[str, list[float]] = {}
   for factor in FACTORS:
@@ -75,7 +79,9 @@ def measure(base: Config, argv: Sequence[str], kind: str) -> dict[str, list[floa
 def width_keys(base: Config, factor: int, kind: str) -> list[str]:
   """Settings for `factor` times the widths of `base`, whose width is the base width of muP."""
   sizes = flatten(base.model)
-  keys: dict[str, Any] = {key: sizes[key] * factor for key in WIDTHS}
+  keys: dict[str, Any] = {}
+  for key in WIDTHS:
+    keys[key] = sizes[key] * factor
   keys["parametrization"] = kind
   keys["mup_base_emb_dim"] = 0
   if kind == "mup":
@@ -99,10 +105,17 @@ def activation_changes(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, flo
   for batch in batches:
     state, _ = trainer.train_step(state, batch)
   after = outputs_of(state.params, batches[0])
-  return {module: root_mean_square(after[module] - before[module]) for module in before}
+  changes = {}
+  for module in before:
+    changes[module] = root_mean_square(after[module] - before[module])
+  return changes
 
 
-def module_outputs(model: Decoder, params: PyTree, batch: Batch) -> dict[str, jax.Array]:
+def module_outputs(
+  model: Decoder,
+  params: PyTree,
+  batch: Batch,
+) -> dict[str, jax.Array]:
   """The outputs of MODULES by path, and the logits."""
   logits, sown = model.apply(
     {"params": params},
@@ -128,12 +141,15 @@ def is_compared(module: nn.Module, method: str) -> bool:
 
 
 def root_mean_square(x: jax.Array) -> float:
-  return float(np.sqrt(np.mean(np.square(np.asarray(x, np.float64)))))
+  squares = np.square(np.asarray(x, np.float64))
+  return float(np.sqrt(np.mean(squares)))
 
 
 def slope(changes: Sequence[float]) -> float:
   """The slope of the logarithm of the change against the logarithm of the width."""
-  return float(np.polyfit(np.log(FACTORS), np.log(changes), 1)[0])
+  degree = 1
+  gradient, _ = np.polyfit(np.log(FACTORS), np.log(changes), degree)
+  return float(gradient)
 
 
 def table(kind: str, width: int, changes: dict[str, list[float]]) -> str:
@@ -150,13 +166,24 @@ def table(kind: str, width: int, changes: dict[str, list[float]]) -> str:
   return "\n".join(lines)
 
 
-def draw(png_path: Path, width: int, moved: dict[str, dict[str, list[float]]]) -> None:
+def draw(
+  png_path: Path,
+  width: int,
+  moved: dict[str, dict[str, list[float]]],
+) -> None:
   """A plot per parametrization, with a line per module over the width."""
   figure = new_figure(9, 3.4, w_pad=0.1)
   widths = [width * factor for factor in FACTORS]
   for axes, (kind, changes) in zip(figure.subplots(1, 2, sharey=True), moved.items(), strict=True):
     for n, (module, line) in enumerate(changes.items()):
-      axes.loglog(widths, line, "o-", color=f"C{n}", label=module, markersize=3)
+      axes.loglog(
+        widths,
+        line,
+        "o-",
+        color=f"C{n}",
+        label=module,
+        markersize=3,
+      )
     axes.set(title=kind, xlabel="base_emb_dim")
     style_axes(axes)
     axes.set_xticks(widths, [str(each) for each in widths])

@@ -12,7 +12,8 @@ from pathlib import Path
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 
-_BATCH_SIZE, _NUM_BATCHES = 32, 200
+_BATCH_SIZE = 32
+_NUM_BATCHES = 200
 
 
 def write_data(file: Path, kind: str, num_bytes: int) -> None:
@@ -22,14 +23,18 @@ def write_data(file: Path, kind: str, num_bytes: int) -> None:
   with file.open("w") as stream:
     while stream.tell() < num_bytes:
       line = " ".join(draw.choices(words, k=200))
-      stream.write((json.dumps({"text": line}) if kind == "jsonl" else line) + "\n")
+      if kind == "jsonl":
+        line = json.dumps({"text": line})
+      stream.write(f"{line}\n")
 
 
 def peak_megabytes() -> float:
   """Peak memory of this process so far [MB], on Linux."""
   # Not getrusage, whose peak includes that of the parent process.
   status = Path("/proc/self/status").read_text()
-  return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+  _, _, rest = status.partition("VmHWM:")
+  kib = int(rest.split()[0])
+  return kib * 1024 / 1e6
 
 
 def main() -> None:
@@ -40,7 +45,11 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / f"data.{args.kind}"
     write_data(file, args.kind, args.megabytes * 10**6)
-    cfg = DataConfig(dataset_type=args.kind, dataset_path=(str(file),), eval_split="tail")
+    cfg = DataConfig(
+      dataset_type=args.kind,
+      dataset_path=(str(file),),
+      eval_split="tail",
+    )
     before = peak_megabytes()
     data = open_data(
       cfg,

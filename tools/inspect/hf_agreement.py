@@ -6,8 +6,10 @@ The loss is computed on the first rows of the run's held-out data; `prompt` is c
 Needs `pip install -e .[hf]`.
 """
 
+import functools
 import sys
 import tempfile
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -15,10 +17,14 @@ import torch
 import transformers
 
 import maxlite
+from maxlite.config import Config
+from maxlite.data.batch import Batch
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.conversion import to_hf
 from maxlite.runs.open_run import open_trained, open_trainer_data
 from maxlite.runs.saved_run import config_of_run, run_folder
+
+Apply = Callable[..., jax.Array]  # the model with its parameters: tokens -> logits
 
 
 def main() -> None:
@@ -30,40 +36,80 @@ def main() -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"{root}/out")
   model, params = maxlite.load(run_folder(cfg).directory)
-  apply = jax.jit(model.apply)
-  ids = tokenizer(cfg.generate.prompt)["input_ids"]
+  apply = functools.partial(jax.jit(model.apply), params)
+  prompt = cfg.generate.prompt
+  ids = tokenizer(prompt)["input_ids"]
   own = open_tokenizer(cfg.data)
-  assert ids == [own.bos, *own.encode(cfg.generate.prompt.encode())], "tokenizers differ"
+  assert ids == [own.bos, *own.encode(prompt.encode())], "tokenizers differ"
 
-  trainer, _ = open_trained(cfg)
-  batch = next(iter(open_trainer_data(trainer).eval_batches(1)))
-  tokens_BT, targets_BT = batch.tokens_BT, np.where(batch.weight_BT > 0, batch.targets_BT, -100)
-  segments = {"segment_ids": batch.segment_BT, "positions": batch.position_BT}
-  ours_BTV = torch.tensor(np.asarray(apply(params, tokens_BT, **segments)))
-  with torch.no_grad():
-    positions = torch.tensor(np.asarray(batch.position_BT)).long()
-    theirs_BTV = theirs(
-      input_ids=torch.tensor(np.asarray(tokens_BT)).long(), position_ids=positions, use_cache=False
-    ).logits
-  targets = torch.tensor(np.asarray(targets_BT)).long().flatten()
-  is_target = targets >= 0
-  for name, logits_BTV in (("maxlite", ours_BTV), ("transformers", theirs_BTV)):
-    logits = logits_BTV.flatten(0, 1)[is_target]
-    loss = torch.nn.functional.cross_entropy(logits, targets[is_target])
-    print(f"{name}: loss {loss:.6f} of {int(is_target.sum())} tokens")
-
-  tokens = list(ids)
+  compare_losses(first_batch(cfg), apply, theirs)
   length = len(ids) + cfg.generate.max_new_tokens
+  completed = complete(apply, ids, length)
+  generated = complete_by_transformers(theirs, ids, length)
+  print(f"greedy completion of {prompt!r}: equal: {generated == completed}")
+  print(tokenizer.decode(generated, skip_special_tokens=True))
+
+
+def first_batch(cfg: Config) -> Batch:
+  """The first batch of the run's held-out data."""
+  trainer, _ = open_trained(cfg)
+  return next(iter(open_trainer_data(trainer).eval_batches(1)))
+
+
+def compare_losses(
+  batch: Batch,
+  apply: Apply,
+  theirs: transformers.PreTrainedModel,
+) -> None:
+  """Print the mean loss of both models on a batch."""
+  ours_BTV = apply(
+    batch.tokens_BT,
+    segment_ids=batch.segment_BT,
+    positions=batch.position_BT,
+  )
+  with torch.no_grad():
+    theirs_BTV = theirs(
+      input_ids=to_torch(batch.tokens_BT).long(),
+      position_ids=to_torch(batch.position_BT).long(),
+      use_cache=False,
+    ).logits
+  is_target = to_torch(batch.weight_BT).flatten() > 0
+  targets = to_torch(batch.targets_BT).long().flatten()[is_target]
+  for name, logits_BTV in (("maxlite", to_torch(ours_BTV)), ("transformers", theirs_BTV)):
+    logits = logits_BTV.flatten(0, 1)[is_target]
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    print(f"{name}: loss {loss:.6f} of {len(targets)} tokens")
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+  return torch.tensor(np.asarray(array))
+
+
+def complete(apply: Apply, ids: list[int], length: int) -> list[int]:
+  """Tokens of a greedy completion to `length`, without a cache."""
+  tokens = list(ids)
   for n in range(len(ids), length):
     row = np.zeros((1, length), np.int32)
     row[0, :n] = tokens
-    tokens.append(int(np.argmax(apply(params, row)[0, n - 1])))
+    logits_BTV = apply(row)
+    tokens.append(int(np.argmax(logits_BTV[0, n - 1])))
+  return tokens
+
+
+def complete_by_transformers(
+  model: transformers.PreTrainedModel,
+  ids: list[int],
+  length: int,
+) -> list[int]:
   with torch.no_grad():
-    generated = theirs.generate(
-      torch.tensor([ids]), max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0].tolist()
-  print(f"greedy completion of {cfg.generate.prompt!r}: equal: {generated == tokens}")
-  print(tokenizer.decode(generated, skip_special_tokens=True))
+    rows = model.generate(
+      torch.tensor([ids]),
+      max_length=length,
+      do_sample=False,
+      eos_token_id=None,
+      pad_token_id=0,
+    )
+  return rows[0].tolist()
 
 
 if __name__ == "__main__":

@@ -25,11 +25,23 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from maxlite.metrics.writers import read_rows
 
 LAUNCHER = Path(__file__).parents[1] / "launch/local.py"
 NAMES = ("step", "loss", "total_loss", "grad_norm", "eval_loss")
+
+
+class Duration(NamedTuple):
+  """The seconds of a run until its first step, and after it."""
+
+  startup: float
+  steps: float
+
+  @property
+  def total(self) -> float:
+    return self.startup + self.steps
 
 
 class Launch:
@@ -44,12 +56,23 @@ class Launch:
     restarts: int = 0,
     keys: Sequence[str] = (),
   ):
-    size = ["--processes", str(options.processes), "--devices", str(options.devices)]
-    arguments = [*options.config, *keys, f"base_output_directory={folder}", f"run_name={name}"]
-    command = [sys.executable, str(LAUNCHER), *size, "--restarts", str(restarts), "--", *arguments]
+    command = [
+      sys.executable,
+      str(LAUNCHER),
+      f"--processes={options.processes}",
+      f"--devices={options.devices}",
+      f"--restarts={restarts}",
+      "--",
+      *options.config,
+      *keys,
+      f"base_output_directory={folder}",
+      f"run_name={name}",
+    ]
     self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     self.lines: list[str] = []
-    self.began, self.first_step, self.ended = time.monotonic(), 0.0, 0.0
+    self._began = time.monotonic()
+    self._first_step = 0.0
+    self._ended = 0.0
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
 
@@ -57,19 +80,19 @@ class Launch:
     assert self.process.stdout is not None
     for line in self.process.stdout:
       self.lines.append(line.rstrip())
-      if not self.first_step and line.startswith("[0] step"):
-        self.first_step = time.monotonic()
+      if not self._first_step and line.startswith("[0] step"):
+        self._first_step = time.monotonic()
 
   def wait(self) -> str:
     """Wait for the end of the run; return the parameter hash."""
     code = self.process.wait()
-    self.ended = time.monotonic()
+    self._ended = time.monotonic()
     self._reader.join()
-    found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
-    if not code and not found:
-      sys.exit("the run ended before all kills: increase steps")
-    if code or not found:
+    if code != 0:
       sys.exit("\n".join(["the run failed:", *self.lines[-50:]]))
+    found = re.search(r"parameters (\w+)$", "\n".join(self.lines), re.M)
+    if found is None:
+      sys.exit("the run ended before all kills: increase steps")
     return found[1]
 
   def wait_for_step(self) -> None:
@@ -79,13 +102,18 @@ class Launch:
       time.sleep(0.02)
 
   @property
-  def seconds(self) -> tuple[float, float]:
-    """(seconds until the first step, seconds after it) of a finished run."""
-    return self.first_step - self.began, self.ended - self.first_step
+  def duration(self) -> Duration:
+    """The duration of a finished run."""
+    return Duration(self._first_step - self._began, self._ended - self._first_step)
 
   @property
   def num_steps(self) -> int:
-    return sum(line.startswith("[0] step") for line in list(self.lines))
+    """The number of lines of steps so far."""
+    return self.count("[0] step")
+
+  def count(self, prefix: str) -> int:
+    """The number of lines so far that start with a prefix."""
+    return sum(line.startswith(prefix) for line in list(self.lines))
 
   def workers(self) -> list[int]:
     """Process ids by rank; empty during a restart."""
@@ -99,35 +127,57 @@ class Launch:
 
 
 def kill_often(
-  launch: Launch, options: argparse.Namespace, startup: float, steps: float
+  launch: Launch,
+  options: argparse.Namespace,
+  uninterrupted: Duration,
 ) -> list[int]:
   """Kill ranks alternately, `options.kills` times or until the run ends; return all process ids.
 
-  Half of the kills are in the `startup` seconds, half in the `steps` seconds after the first step.
+  Half of the kills are during startup, half in a share of the steps after the first one.
   """
-  draw, seen = random.Random(options.seed), set()
+  draw = random.Random(options.seed)
+  seen: list[int] = []
   for kill in range(options.kills):
-    rank, before = kill % options.processes, set(seen)
-    while len(workers := [w for w in launch.workers() if w not in before]) < options.processes:
-      if launch.process.poll() is not None:
-        return sorted(seen)
-      time.sleep(0.05)
-    seen |= set(workers)
-    in_steps = draw.random() < 0.5
-    if in_steps:
+    workers = new_workers(launch, options.processes, seen)
+    if not workers:
+      return seen
+    seen += workers
+    if draw.random() < 0.5:
+      when = "in steps"
+      longest = uninterrupted.steps / options.kills
       launch.wait_for_step()
-    delay = draw.uniform(0, steps / options.kills if in_steps else startup)
+    else:
+      when = "at start-up"
+      longest = uninterrupted.startup
+    delay = draw.uniform(0, longest)
     time.sleep(delay)
+    rank = kill % options.processes
     with contextlib.suppress(ProcessLookupError):
       os.kill(workers[rank], signal.SIGKILL)
-      when = "in steps" if in_steps else "at start-up"
       print(f"  kill {kill + 1}: process {rank}, {when}, after {delay:.1f} s", flush=True)
-  return sorted(seen)
+  return seen
 
 
-def losses(run: Path) -> list[tuple]:
+def new_workers(
+  launch: Launch,
+  num_processes: int,
+  seen: Sequence[int],
+) -> list[int]:
+  """Wait for the next start of all processes; their ids by rank, or none if the run has ended."""
+  while launch.process.poll() is None:
+    workers = [number for number in launch.workers() if number not in seen]
+    if len(workers) >= num_processes:
+      return workers
+    time.sleep(0.05)
+  return []
+
+
+def losses(run: Path) -> list[tuple[float | None, ...]]:
   """The logged values of every step that do not depend on time."""
-  return [tuple(row.get(name) for name in NAMES) for row in read_rows(run / "metrics.jsonl")]
+  rows = []
+  for row in read_rows(run / "metrics.jsonl"):
+    rows.append(tuple(row.get(name) for name in NAMES))
+  return rows
 
 
 def kill_and_compare(
@@ -139,21 +189,26 @@ def kill_and_compare(
 ) -> bool:
   """Whether a run that is killed repeatedly ends like the uninterrupted one."""
   name = "again" if keys else "killed"
-  launch = Launch(options, folder, name, restarts=options.kills, keys=keys)
-  startup, steps = reference.seconds
-  seen = kill_often(launch, options, startup, steps)
+  launch = Launch(
+    options,
+    folder,
+    name,
+    restarts=options.kills,
+    keys=keys,
+  )
+  seen = kill_often(launch, options, reference.duration)
   killed = launch.wait()
   num_kills = sum(line.endswith("ended with code 137") for line in launch.lines)
-  num_restarts = sum(line.startswith("restart ") for line in launch.lines)
   if num_kills < options.kills:
     sys.exit(f"the run ended after {num_kills} kills: increase steps")
   same = losses(Path(folder) / "uninterrupted") == losses(Path(folder) / name)
   alive = [number for number in seen if Path(f"/proc/{number}").exists()]
   goodput = next(line for line in launch.lines if line.startswith("[0] goodput"))
-  lost = launch.ended - launch.began - (reference.ended - reference.began)
+  lost = launch.duration.total - reference.duration.total
   steps_lost = launch.num_steps - reference.num_steps
   print(
-    f"killed {num_kills} times, {num_restarts} restarts: parameters {killed}, logged losses "
+    f"killed {num_kills} times, {launch.count('restart ')} restarts: "
+    f"parameters {killed}, logged losses "
     f"equal: {same}, processes left: {len(alive)}; cost per kill {lost / num_kills:.1f} s, with "
     f"{steps_lost / num_kills:.1f} steps repeated"
   )
@@ -163,7 +218,9 @@ def kill_and_compare(
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
   )
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--processes", type=int, default=2)
@@ -174,14 +231,15 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as folder:
     reference = Launch(options, folder, "uninterrupted")
     parameters = reference.wait()
-    startup, steps = reference.seconds
+    startup, steps = reference.duration
     seconds = f"{startup:.0f} s to start and {steps:.0f} s of steps"
     print(f"uninterrupted: parameters {parameters}, {seconds}", flush=True)
     is_same = kill_and_compare(reference, parameters, options, folder)
     if options.again:
       print(f"repeated with {options.again}", flush=True)
-      is_same &= kill_and_compare(reference, parameters, options, folder, options.again.split())
-  return 0 if is_same else 1
+      keys = options.again.split()
+      is_same &= kill_and_compare(reference, parameters, options, folder, keys)
+  return int(not is_same)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from maxlite.checkpoint.orbax_object_store import is_complete
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.object_store import join, to_path
 from maxlite.metrics.writers import read_rows
 
+LOGGED = ("loss", "total_loss", "grad_norm", "eval_loss")
+
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
   )
   parser.add_argument("--kills", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0)
@@ -36,39 +41,71 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as temporary:
     folder = options.folder or temporary
     command = [sys.executable, "-m", "maxlite.train", *arguments, f"base_output_directory={folder}"]
-    expected, *_ = run_to_end([*command, "run_name=uninterrupted"])
+    first = run_to_end([*command, "run_name=uninterrupted"])
     # Again for its times: the first run may have compiled programs that later runs load.
-    again, startup, steps = run_to_end([*command, "run_name=again"])
+    again = run_to_end([*command, "run_name=again"])
     print(
-      f"uninterrupted: parameters {expected}, {startup:.0f} s to start and {steps:.0f} s of steps"
+      f"uninterrupted: parameters {first.parameters}, {again.startup:.0f} s to start "
+      f"and {again.steps:.0f} s of steps"
     )
-    longest = startup + min(window(startup, 0.8 * steps / options.kills), steps / 2)
+    extra = window(again.startup, 0.8 * again.steps / options.kills)
+    longest = again.startup + min(extra, again.steps / 2)
     checkpoints = join(folder, "killed", "checkpoints")
     num_kills = kill_often([*command, "run_name=killed"], checkpoints, options.kills, longest, draw)
     if num_kills < options.kills:
       sys.exit(f"the run ended after {num_kills} kills: increase steps")
-    killed, *_ = run_to_end([*command, "run_name=killed"])
+    killed = run_to_end([*command, "run_name=killed"])
+    expected_rows = losses(join(folder, "uninterrupted"))
     rows = losses(join(folder, "killed"))
-    # A process also logs its first step.
-    same_losses = losses(join(folder, "uninterrupted")).items() <= rows.items()
-  print(f"killed {num_kills} times: parameters {killed}, logged losses equal: {same_losses}")
-  return 0 if killed == again == expected and same_losses else 1
+  # The killed run has more rows, because each process also logs its first step.
+  same_losses = expected_rows.items() <= rows.items()
+  same_parameters = killed.parameters == again.parameters == first.parameters
+  print(
+    f"killed {num_kills} times: parameters {killed.parameters}, logged losses equal: {same_losses}"
+  )
+  if same_parameters and same_losses:
+    return 0
+  return 1
 
 
-def run_to_end(command: list[str]) -> tuple[str, float, float]:
-  """Run `command`; return (parameter hash, seconds until the first step, seconds after it)."""
+class Finished(NamedTuple):
+  """A run that has ended.
+
+  Attributes:
+    parameters: the hash of the final parameters.
+    startup: seconds until the first step.
+    steps: seconds after it.
+  """
+
+  parameters: str
+  startup: float
+  steps: float
+
+
+def run_to_end(command: list[str]) -> Finished:
+  """Run a command; exits this program if it fails."""
   began = time.monotonic()
-  process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  process = subprocess.Popen(
+    command,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
   assert process.stdout is not None
-  output, first_line = "", 0.0
+  output = ""
+  first_step = 0.0
   for line in process.stdout:
     output += line
-    if line.startswith("step") and not first_line:
-      first_line = time.monotonic()
+    if line.startswith("step") and not first_step:
+      first_step = time.monotonic()
   found = re.search(r"parameters (\w+)\s*$", output)
-  if process.wait() or not found:
+  if process.wait() != 0 or found is None:
     sys.exit(f"the run failed:\n{output[-3000:]}")
-  return found[1], first_line - began, time.monotonic() - first_line
+  return Finished(
+    parameters=found[1],
+    startup=first_step - began,
+    steps=time.monotonic() - first_step,
+  )
 
 
 def window(startup: float, mean_steps: float) -> float:
@@ -80,53 +117,73 @@ def window(startup: float, mean_steps: float) -> float:
 
 
 def kill_often(
-  command: list[str], checkpoints: str, num_kills: int, longest: float, draw: random.Random
+  command: list[str],
+  checkpoints: str,
+  num_kills: int,
+  longest: float,
+  draw: random.Random,
 ) -> int:
   """Start and kill the run `num_kills` times or until it ends; return the number of kills."""
   num_unfinished = 0
   for kill in range(num_kills):
     delay = draw.uniform(0, longest)
-    with tempfile.TemporaryFile("w+") as output:
-      process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-      try:
-        code = process.wait(timeout=delay)
-      except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-      else:
-        if code:
-          output.seek(0)
-          sys.exit(f"start {kill + 1} failed:\n{output.read()[-3000:]}")
-        return kill
-      output.seek(0)
-      last_line = (output.read().splitlines() or ["nothing printed"])[-1]
-    unfinished = has_unfinished(checkpoints)
-    num_unfinished += unfinished
-    note = "; an unfinished checkpoint" if unfinished else ""
-    print(f"  kill {kill + 1} after {delay:.1f} s: {last_line[:40].strip()}{note}", flush=True)
+    ending = run_and_kill(command, delay)
+    if ending.code == 0:
+      return kill
+    if ending.code is not None:
+      sys.exit(f"start {kill + 1} failed:\n{ending.output[-3000:]}")
+    lines = ending.output.splitlines() or ["nothing printed"]
+    text = lines[-1][:40].strip()
+    if has_unfinished(checkpoints):
+      num_unfinished += 1
+      text += "; an unfinished checkpoint"
+    print(f"  kill {kill + 1} after {delay:.1f} s: {text}", flush=True)
   print(f"{num_unfinished} kills left an unfinished checkpoint")
   return num_kills
+
+
+class Ending(NamedTuple):
+  """The exit code of a process, None if it was killed, and its output."""
+
+  code: int | None
+  output: str
+
+
+def run_and_kill(command: list[str], delay: float) -> Ending:
+  """Start a command and kill it after `delay` seconds, if it has not ended before."""
+  with tempfile.TemporaryFile("w+") as file:
+    process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+      code = process.wait(timeout=delay)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+      code = None
+    file.seek(0)
+    return Ending(code, file.read())
 
 
 def has_unfinished(checkpoints: str) -> bool:
   """Whether a save was killed: Orbax renames a local folder at its end."""
   folder = to_path(checkpoints)
-  steps = list(folder.iterdir()) if folder.exists() else []
+  if not folder.exists():
+    return False
+  for step in folder.iterdir():
+    is_temporary = isinstance(step, Path) and "tmp" in step.name
+    if is_temporary or not is_complete(step):
+      return True
+  return False
 
-  def is_temporary(step):
-    return isinstance(step, Path) and "tmp" in step.name
 
-  return any(is_temporary(step) or not is_complete(step) for step in steps)
-
-
-def losses(run: str) -> dict[int, tuple]:
+def losses(run: str) -> dict[int, tuple[float | None, ...]]:
   """{step: what is logged of it and does not depend on time}"""
-  rows = read_rows(RunFolder(run).metrics)
-  steps = [row["step"] for row in rows]
-  if len(set(steps)) < len(steps):
-    sys.exit(f"{run} has two rows of one step")
-  names = ("loss", "total_loss", "grad_norm", "eval_loss")
-  return {row["step"]: tuple(row.get(name) for name in names) for row in rows}
+  by_step = {}
+  for row in read_rows(RunFolder(run).metrics):
+    step = row["step"]
+    if step in by_step:
+      sys.exit(f"{run} has two rows of one step")
+    by_step[step] = tuple(row.get(name) for name in LOGGED)
+  return by_step
 
 
 if __name__ == "__main__":

@@ -66,7 +66,12 @@ def table(name: str, losses: Losses) -> str:
   return "\n".join(lines)
 
 
-def draw_line(axes: Axes, n: int, width: int, by_rate: dict[float, float]) -> None:
+def draw_line(
+  axes: Axes,
+  n: int,
+  width: int,
+  by_rate: dict[float, float],
+) -> None:
   """The n-th line of a plot, from light to dark, with a star at the best learning rate."""
   color = (0.75 - 0.22 * n, 0.55 - 0.12 * n, 0.35 + 0.1 * n)
   axes.semilogx(
@@ -78,7 +83,13 @@ def draw_line(axes: Axes, n: int, width: int, by_rate: dict[float, float]) -> No
     label=width,
   )
   best = best_rate(by_rate)
-  axes.plot(best, by_rate[best], "*", color=color, markersize=11)
+  axes.plot(
+    best,
+    by_rate[best],
+    "*",
+    color=color,
+    markersize=11,
+  )
 
 
 def draw(png_path: Path, runs: dict[str, Losses]) -> None:
@@ -95,7 +106,11 @@ def draw(png_path: Path, runs: dict[str, Losses]) -> None:
     for by_rate in losses.values():
       lowest = min(lowest, *by_rate.values())
   all_axes[0].set(ylabel="held-out loss [nats per token]", ylim=(None, 1.6 * lowest))
-  all_axes[-1].legend(title="base_emb_dim", fontsize=8, title_fontsize=8)
+  all_axes[-1].legend(
+    title="base_emb_dim",
+    fontsize=8,
+    title_fontsize=8,
+  )
   save_figure(figure, png_path)
 
 

@@ -113,10 +113,11 @@ def main() -> int:
       is_right = is_answered and is_plain and answer.cpu_seconds <= LIMIT
       num_wrong += not is_right
       text = " ".join(answer.lines).replace(name, "FOLDER").replace("|", "\\|")
-      mark = "" if is_right else "WRONG: "
-      print(f"| `{mistake}` | {answer.seconds:.2f} | {answer.cpu_seconds:.2f} | {mark}{text} |")
+      if not is_right:
+        text = f"WRONG: {text}"
+      print(f"| `{mistake}` | {answer.seconds:.2f} | {answer.cpu_seconds:.2f} | {text} |")
   print(f"\n{len(MISTAKES) - num_wrong} of {len(MISTAKES)} are answered within {LIMIT} s")
-  return 1 if num_wrong else 0
+  return int(num_wrong > 0)
 
 
 if __name__ == "__main__":

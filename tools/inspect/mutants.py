@@ -28,7 +28,9 @@ PAGE = ROOT / "docs" / "correctness.md"
 TIMEOUT = 900  # of the tests of a mutant [s]
 MARKS = ("<!-- mutants -->\n", "<!-- end of mutants -->\n")
 COPIED = ("maxlite", "configs", "tests", "tools", "pyproject.toml", "setup.py", "README.md")
-PASSED, FAILED = 0, 1  # pytest's exit codes; others are errors
+# Exit codes of pytest; others are errors.
+PASSED = 0
+FAILED = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +58,15 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """The result for a mutant."""
+  """The result for a mutant.
+
+  Attributes:
+    killer: the first test that failed; empty if none did.
+    seconds: the time of the tests.
+  """
 
   mutant: Mutant
-  killer: str  # the first failed test, or ""
+  killer: str
   seconds: float
 
 
@@ -76,15 +83,26 @@ def read_mutants() -> list[Mutant]:
 def try_mutant(mutant: Mutant) -> Verdict:
   """Run the mutant's tests on sources with the bug."""
   start = time.monotonic()
-  with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-    copy_sources(Path(folder))
-    target = Path(folder) / mutant.file
+  with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+    folder = Path(name)
+    copy_sources(folder)
+    target = folder / mutant.file
     target.write_text(mutant.planted(target.read_text("utf-8")), "utf-8")
-    code, output = run_tests(Path(folder), mutant.tests)
+    code, output = run_tests(folder, mutant.tests)
   if code not in (PASSED, FAILED):
     raise RuntimeError(f"mutant {mutant.name}: pytest ended with {code}\n{output[-3000:]}")
-  failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE) if code == FAILED else None
-  return Verdict(mutant, failed[1] if failed else "", time.monotonic() - start)
+  killer = ""
+  if code == FAILED:
+    killer = first_failure(output)
+  return Verdict(mutant, killer, time.monotonic() - start)
+
+
+def first_failure(output: str) -> str:
+  """The first test that failed, in pytest's output; empty if it is not found."""
+  failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+  if failed is None:
+    return ""
+  return failed[1]
 
 
 def copy_sources(folder: Path) -> None:
@@ -101,9 +119,16 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
   """Run pytest on the sources in `folder`; return its exit code and output."""
   command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
   environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-  options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
   try:
-    done = subprocess.run(command, timeout=TIMEOUT, check=False, **options)
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=TIMEOUT,
+      check=False,
+    )
   except subprocess.TimeoutExpired as error:  # such as a bug that never ends a loop
     raise RuntimeError(f"pytest {tests} did not end within {TIMEOUT} s") from error
   return done.returncode, done.stdout + done.stderr
@@ -113,15 +138,35 @@ def table(verdicts: list[Verdict]) -> str:
   """Format the verdicts as a Markdown table."""
   lines = ["| bug | planted in | found by |", "|---|---|---|"]
   for verdict in verdicts:
-    killer = f"`{verdict.killer.split('[')[0]}`" if verdict.killer else "**nothing**"
+    killer = "**nothing**"
+    if verdict.killer:
+      test, _, _ = verdict.killer.partition("[")  # without its parameters
+      killer = f"`{test}`"
     lines.append(f"| {verdict.mutant.bug} | `{verdict.mutant.file}` | {killer} |")
   return "\n".join(lines) + "\n"
 
 
 def write(verdicts: list[Verdict]) -> None:
-  before, rest = PAGE.read_text("utf-8").split(MARKS[0])
-  after = rest.split(MARKS[1])[1]
-  PAGE.write_text(f"{before}{MARKS[0]}{table(verdicts)}{MARKS[1]}{after}", "utf-8")
+  """Replace the table of docs/correctness.md."""
+  begin, end = MARKS
+  before, rest = PAGE.read_text("utf-8").split(begin)
+  _, after = rest.split(end)
+  PAGE.write_text(before + begin + table(verdicts) + end + after, "utf-8")
+
+
+def chosen_mutants(names: list[str]) -> list[Mutant]:
+  """The mutants of these names; all if there are none.
+
+  Raises:
+    ValueError: there is no mutant of a name.
+  """
+  mutants = read_mutants()
+  if not names:
+    return mutants
+  unknown = set(names) - {mutant.name for mutant in mutants}
+  if unknown:
+    raise ValueError(f"no such mutant: {', '.join(sorted(unknown))}")
+  return [mutant for mutant in mutants if mutant.name in names]
 
 
 def main() -> int:
@@ -130,21 +175,24 @@ def main() -> int:
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of parallel mutants")
   parser.add_argument("--write", action="store_true", help="write the table to docs/correctness.md")
   options = parser.parse_args()
-  mutants = [m for m in read_mutants() if not options.names or m.name in options.names]
-  unknown = set(options.names) - {mutant.name for mutant in mutants}
-  if unknown:
-    parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+  try:
+    mutants = chosen_mutants(options.names)
+  except ValueError as error:
+    parser.error(str(error))
   verdicts = []
+  num_killed = 0
   with ThreadPoolExecutor(options.jobs) as pool:
     for verdict in pool.map(try_mutant, mutants):
       verdicts.append(verdict)
-      result = f"killed by {verdict.killer}" if verdict.killer else "SURVIVED"
+      result = "SURVIVED"
+      if verdict.killer:
+        num_killed += 1
+        result = f"killed by {verdict.killer}"
       print(f"{verdict.mutant.name:45} {verdict.seconds:5.0f} s  {result}", flush=True)
-  survivors = [verdict for verdict in verdicts if not verdict.killer]
-  print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} killed")
+  print(f"{num_killed} of {len(verdicts)} killed")
   if options.write:
     write(verdicts)
-  return 1 if survivors else 0
+  return int(num_killed < len(verdicts))
 
 
 if __name__ == "__main__":

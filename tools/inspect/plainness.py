@@ -34,14 +34,21 @@ class Density(NamedTuple):
 
   def figures(self) -> dict[str, float]:
     """The figures to compare with GOALS."""
-    lines = max(self.lines, 1)
-    figures = {kind: 1000 * self.counts[kind] / lines for kind in GOALS}
-    figures["nodes per line"] = self.counts["nodes per line"] / lines
+    figures = {}
+    for kind in GOALS:
+      per_line = self.counts[kind] / max(self.lines, 1)
+      if kind == "nodes per line":
+        figures[kind] = per_line
+      else:
+        figures[kind] = 1000 * per_line
     return figures
 
   def excess(self) -> float:
     """The largest figure, with one decimal as in the goals, relative to its goal."""
-    return max(round(figure, 1) / GOALS[kind] for kind, figure in self.figures().items())
+    excess = 0.0
+    for kind, figure in self.figures().items():
+      excess = max(excess, round(figure, 1) / GOALS[kind])
+    return excess
 
 
 def _kind_of(node: ast.AST) -> str:
@@ -57,8 +64,8 @@ def _kind_of(node: ast.AST) -> str:
       if any(isinstance(argument, ast.Starred) for argument in arguments):
         return "star-splats"
     case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-      num_loops = sum(isinstance(child, _COMPREHENSIONS) for child in ast.walk(node))
-      if len(node.generators) > 1 or num_loops > 1:
+      comprehensions = [child for child in ast.walk(node) if isinstance(child, _COMPREHENSIONS)]
+      if len(node.generators) > 1 or len(comprehensions) > 1:
         return "nested comprehensions"
   return ""
 
@@ -66,12 +73,10 @@ def _kind_of(node: ast.AST) -> str:
 def _docstring_lines(node: ast.AST) -> range:
   """The lines of the docstring of a module, class or function; empty if it has none."""
   body = getattr(node, "body", None)
-  if not isinstance(body, list) or not body or not isinstance(body[0], ast.Expr):
-    return range(0)
-  text = body[0].value
-  if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
-    return range(0)
-  return range(text.lineno, text.end_lineno + 1)
+  match body:
+    case [ast.Expr(value=ast.Constant(value=str()) as text), *_]:
+      return range(text.lineno, text.end_lineno + 1)
+  return range(0)
 
 
 def density_of(files: Iterable[Path]) -> Density:
@@ -93,8 +98,10 @@ def density_of(files: Iterable[Path]) -> Density:
 
 
 def _print_row(name: str, density: Density) -> None:
-  figures = [f"{figure:23.1f}" for figure in density.figures().values()]
-  print(f"{name:40} {density.lines:6}", *figures)
+  row = f"{name:40} {density.lines:6}"
+  for figure in density.figures().values():
+    row += f" {figure:23.1f}"
+  print(row)
 
 
 def main() -> None:
@@ -103,13 +110,19 @@ def main() -> None:
   parser.add_argument("--worst", type=int, default=0, help="also print the N densest files")
   args = parser.parse_args()
   files = sorted(args.folder.rglob("*.py"))
-  print(f"{'':40} {'lines':>6}", *(f"{kind:>23}" for kind in GOALS))
-  print(f"{'goal':47}", *(f"{goal:23.1f}" for goal in GOALS.values()))
+  head = f"{'':40} {'lines':>6}"
+  goals = f"{'goal':47}"
+  for kind, goal in GOALS.items():
+    head += f" {kind:>23}"
+    goals += f" {goal:23.1f}"
+  print(head)
+  print(goals)
   _print_row(str(args.folder.name), density_of(files))
   by_file = {file: density_of([file]) for file in files}
-  densest = sorted(by_file, key=lambda file: -by_file[file].excess())
-  for file in densest[: args.worst]:
-    _print_row(str(file.relative_to(args.folder)), by_file[file])
+  densest_first = sorted(by_file, key=lambda file: -by_file[file].excess())
+  for file in densest_first[: args.worst]:
+    name = file.relative_to(args.folder)
+    _print_row(str(name), by_file[file])
 
 
 if __name__ == "__main__":

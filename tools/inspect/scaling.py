@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,56 +45,75 @@ KEYS = (
   "ici_expert_parallelism=4",
 )
 AXES = ("fsdp", "fsdp x expert", "expert", "data", "network")
+RESOURCES = ("matmuls", "links", "network")
+TIMES = (*RESOURCES, "bottleneck")
 LARGEST = 1024  # chips
+NEGLIGIBLE = 0.02 * GB
 
 
 class Row(NamedTuple):
-  """One plan."""
+  """One plan.
+
+  Attributes:
+    chips: the number of chips per slice.
+    keys: additional key=value of the config.
+  """
 
   model: str
-  chips: int  # per slice
+  chips: int
   slices: int = 1
   keys: tuple[str, ...] = ()
 
   @property
   def name(self) -> str:
-    return f"{self.model}_{self.chips * self.slices}" + f"_{self.slices}" * (self.slices > 1)
-
-  @property
-  def arguments(self) -> list[str]:
-    slices = [f"compile_topology_num_slices={self.slices}"] * (self.slices > 1)
-    topology = f"compile_topology=v5p-{2 * self.chips}"
-    return [*KEYS, f"model_name={self.model}", topology, *slices, *self.keys]
+    """The name of the folder of the compiled program."""
+    name = f"{self.model}_{self.chips * self.slices}"
+    if self.slices > 1:
+      name += f"_{self.slices}"
+    return name
 
   @property
   def cfg(self) -> Config:
-    return load_config(self.arguments)
+    arguments = [
+      *KEYS,
+      f"model_name={self.model}",
+      f"compile_topology=v5p-{2 * self.chips}",
+      f"compile_topology_num_slices={self.slices}",
+      *self.keys,
+    ]
+    return load_config(arguments)
 
 
-SIZES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
-  (16, 1, ()),
-  (64, 1, ()),
-  (64, 4, ()),
-  (256, 1, ()),
-  (
-    1024,
-    1,
-    ("ici_data_parallelism=4",),
-  ),  # deepseek2-16b's latent of 512 limits fsdp
-  (256, 4, ()),
-  (64, 16, ()),
+def rows_of(model: str) -> list[Row]:
+  """The plans of a model, by the number of chips."""
+  return [
+    Row(model, 16),
+    Row(model, 64),
+    Row(model, 64, slices=4),
+    Row(model, 256),
+    # The latent of deepseek2-16b, which has 512 channels, limits the fsdp axis.
+    Row(model, 1024, keys=("ici_data_parallelism=4",)),
+    Row(model, 256, slices=4),
+    Row(model, 64, slices=16),
+  ]
+
+
+COMPILED = (
+  Row("deepseek2-16b", 16),
+  Row("deepseek2-16b", 64),
+  Row("deepseek2-16b", 64, slices=4),
+  Row("mixtral-8x7b", 16),
+  Row("mixtral-8x7b", 64),
 )
-COMPILED = [Row(MODELS[0], 16), Row(MODELS[0], 64), Row(MODELS[0], 64, 4)]
-COMPILED += [Row(MODELS[1], 16), Row(MODELS[1], 64)]
-CHANGES = (
-  ("as above: 4 rows per device, 4 expert shards", ()),
-  ("1 row per device", ("per_device_batch_size=1",)),
-  ("16 rows per device", ("per_device_batch_size=16",)),
-  ("16 rows, 4 micro-batches", ("per_device_batch_size=16", "gradient_accumulation_steps=4")),
-  ("8 expert shards", ("ici_expert_parallelism=8",)),
-  ("1 expert shard", ("ici_expert_parallelism=1",)),
-  ("2 tensor shards", ("ici_tensor_parallelism=2",)),
-)
+CHANGES: dict[str, tuple[str, ...]] = {
+  "as above: 4 rows per device, 4 expert shards": (),
+  "1 row per device": ("per_device_batch_size=1",),
+  "16 rows per device": ("per_device_batch_size=16",),
+  "16 rows, 4 micro-batches": ("per_device_batch_size=16", "gradient_accumulation_steps=4"),
+  "8 expert shards": ("ici_expert_parallelism=8",),
+  "1 expert shard": ("ici_expert_parallelism=1",),
+  "2 tensor shards": ("ici_tensor_parallelism=2",),
+}
 
 
 def main() -> None:
@@ -102,120 +121,158 @@ def main() -> None:
   parser.add_argument("--programs", type=Path, help="folder of compiled programs")
   parser.add_argument("--compile", metavar="NAME", help="compile only this row")
   args = parser.parse_args()
-  rows = {row.name: row for row in COMPILED}
   if args.compile:
+    rows = {row.name: row for row in COMPILED}
     _compile(rows[args.compile], args.programs / args.compile)
     return
   jax.config.update("jax_num_cpu_devices", LARGEST)
-  tables = {"plans": list(_plans()), "changes": list(_changes())}
-  if args.programs:
-    tables["compiled"] = list(_comparison(args.programs))
   page = PAGE.read_text()
-  for name, lines in tables.items():
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, rest = page.split(begin)
-    page = before + begin + "\n" + "\n".join(lines) + "\n\n" + end + rest.split(end)[1]
+  page = _replace_table(page, "plans", _plans())
+  page = _replace_table(page, "changes", _changes())
+  if args.programs:
+    page = _replace_table(page, "compiled", _comparison(args.programs))
   PAGE.write_text(page)
 
 
+def _replace_table(page: str, name: str, lines: Iterator[str]) -> str:
+  """The page with these lines between the marks of a table."""
+  begin = f"<!-- {name} -->\n"
+  end = f"<!-- end of {name} -->"
+  before, rest = page.split(begin)
+  _, after = rest.split(end)
+  table = "\n".join(lines)
+  return f"{before}{begin}\n{table}\n\n{end}{after}"
+
+
+def _line(*cells: str) -> str:
+  return f"| {' | '.join(cells)} |"
+
+
+def _head(*titles: str) -> str:
+  """The first two lines of a table."""
+  return _line(*titles) + "\n" + "|---" * len(titles) + "|"
+
+
 def _plans() -> Iterator[str]:
-  yield (
-    "| model | chips | mesh | state | peak | "
-    + " | ".join(AXES)
-    + " | matmuls | links | network | bottleneck |"
-  )
-  yield "|---" * (len(AXES) + 9) + "|"
-  for row in [Row(model, *size) for model in MODELS for size in SIZES]:
-    target = build_target(row.cfg, compiles=False)
-    memory = _memory(row, target)
-    state = memory.parameters + memory.optimizer
-    held = f"{state / GB:.2f} | {memory.total / GB:.1f}"
-    yield f"| {row.model} | {_chips(row)} | {_mesh(target)} | {held} | {_sent_and_times(target)} |"
+  """Memory, data sent and times of all plans."""
+  yield _head("model", "chips", "mesh", "state", "peak", *AXES, *TIMES)
+  for model in MODELS:
+    for row in rows_of(model):
+      target = build_target(row.cfg, compiles=False)
+      memory = _memory(row, target)
+      state = memory.parameters + memory.optimizer
+      yield _line(
+        model,
+        _chips(row),
+        _mesh(target),
+        f"{state / GB:.2f}",
+        f"{memory.total / GB:.1f}",
+        *_sent_and_times(target, AXES),
+      )
 
 
 @functools.cache
 def _smallest(model: str) -> MemoryEstimate:
-  return estimate_memory(build_target(Row(model, *SIZES[0]).cfg, compiles=False).trainer)
+  row = rows_of(model)[0]
+  return estimate_memory(build_target(row.cfg, compiles=False).trainer)
 
 
 def _memory(row: Row, target: PlanTarget) -> MemoryEstimate:
-  """Memory of a row of SIZES: that of the smallest row except for the state and its gradients."""
+  """Memory of a plan: that of the smallest plan except for the state and its gradients."""
   state = target.trainer.abstract_state
   parameters = bytes_per_device(state.params)
   return _smallest(row.model)._replace(
-    parameters=parameters, gradients=parameters, optimizer=bytes_per_device(state) - parameters
+    parameters=parameters,
+    gradients=parameters,
+    optimizer=bytes_per_device(state) - parameters,
   )
 
 
 def _changes() -> Iterator[str]:
-  yield (
-    "| model, 4 x 64 chips | change | "
-    + " | ".join((*AXES, "tensor"))
-    + " | matmuls | links | network | bottleneck |"
-  )
-  yield "|---" * (len(AXES) + 7) + "|"
+  """Data sent and times of 256 chips, with changed settings."""
+  axes = (*AXES, "tensor")
+  yield _head("model, 4 x 64 chips", "change", *axes, *TIMES)
   for model in MODELS:
-    for label, keys in CHANGES:
-      target = build_target(Row(model, 64, 4, keys).cfg, compiles=False)
-      yield f"| {model} | {label} | {_sent_and_times(target, (*AXES, 'tensor'))} |"
+    for label, keys in CHANGES.items():
+      row = Row(model, 64, slices=4, keys=keys)
+      target = build_target(row.cfg, compiles=False)
+      yield _line(model, label, *_sent_and_times(target, axes))
 
 
 def _chips(row: Row) -> str:
-  return f"{row.slices} x {row.chips}" if row.slices > 1 else f"{row.chips:,}"
+  if row.slices > 1:
+    return f"{row.slices} x {row.chips}"
+  return f"{row.chips:,}"
 
 
 def _mesh(target: PlanTarget) -> str:
-  return " x ".join(
-    f"{axis}={size}" for axis, size in target.trainer.mesh.shape.items() if size > 1
-  )
+  """The axes of the mesh that have several shards."""
+  degrees = []
+  for axis, size in target.trainer.mesh.shape.items():
+    if size > 1:
+      degrees.append(f"{axis}={size}")
+  return " x ".join(degrees)
 
 
-def _sent_and_times(target: PlanTarget, axes: tuple[str, ...] = AXES) -> str:
+def _sent_and_times(target: PlanTarget, axes: Sequence[str]) -> list[str]:
   """Cells: GB sent by mesh axes, milliseconds of each resource, and the bottleneck."""
   expected = estimate_collectives(target)
   sent = _by_axes(expected)
-  cells = [f"{sent.pop(axis) / GB:.1f}" if sent.get(axis) else "" for axis in axes]
-  assert not any(size > 0.02 * GB for size in sent.values()), sent
+  cells = []
+  for axis in axes:
+    size = sent.pop(axis, 0.0)
+    cells.append(f"{size / GB:.1f}" if size else "")
+  assert all(size <= NEGLIGIBLE for size in sent.values()), sent
   (flops,) = target.trainer.flops_per_step
   bounds = step_bounds(CHIPS[target.kind], flops / target.trainer.mesh.size, None, expected)
-  times = {bound.resource: 1e3 * bound.seconds for bound in bounds}
-  cells += [
-    f"{times[name]:.0f}" if name in times else "" for name in ("matmuls", "links", "network")
-  ]
-  return " | ".join([*cells, max(times, key=lambda name: times[name])])
+  seconds = {bound.resource: bound.seconds for bound in bounds}
+  for resource in RESOURCES:
+    cells.append(f"{1e3 * seconds[resource]:.0f}" if resource in seconds else "")
+  bottleneck = max(seconds, key=lambda resource: seconds[resource])
+  return [*cells, bottleneck]
 
 
 def _by_axes(found: list[Collective]) -> dict[str, float]:
   """Bytes sent by mesh axes; combinations with `data` are one entry, and `network` another."""
   sent: dict[str, float] = {}
   for axes, size in sent_by_axes(found).items():
-    name = "network" if axes.endswith("(network)") else "data" if "data" in axes else axes
+    name = axes
+    if axes.endswith("(network)"):
+      name = "network"
+    elif "data" in axes:
+      name = "data"
     sent[name] = sent.get(name, 0.0) + size
   return sent
 
 
 def _comparison(programs: Path) -> Iterator[str]:
   """Estimates against compiled programs; missing ones are compiled in subprocesses."""
-  yield "| model | chips | GB | estimate | compiled | error | compiled in |"
-  yield "|---|---|---|---|---|---|---|"
+  yield _head("model", "chips", "GB", "estimate", "compiled", "error", "compiled in")
   for row in COMPILED:
     folder = programs / row.name
     if not (folder / "memory.json").exists():
-      subprocess.run(
-        [sys.executable, __file__, "--programs", str(programs), "--compile", row.name], check=True
-      )
+      command = [sys.executable, __file__, "--programs", str(programs), "--compile", row.name]
+      subprocess.run(command, check=True)
     stats = json.loads((folder / "memory.json").read_text())
     target = build_target(row.cfg, compiles=False)
     module = parse((folder / "train_step.hlo.txt").read_text())
     found = _by_axes(collectives(module, dict(target.trainer.mesh.shape), target.slices))
     guess = _by_axes(estimate_collectives(target))
     pairs = {"peak": (_memory(row, target).total, stats["peak_memory_in_bytes"])}
-    pairs |= {f"sent, {axes}": (guess.get(axes, 0.0), found.get(axes, 0.0)) for axes in AXES}
+    for axes in AXES:
+      pairs[f"sent, {axes}"] = (guess.get(axes, 0.0), found.get(axes, 0.0))
     for name, (estimate, compiled) in pairs.items():
-      if compiled > 0.02 * GB or estimate > 0.02 * GB:
-        error = f"{estimate / compiled - 1:+.1%}" if compiled else "missing"
-        cells = f"{estimate / GB:.2f} | {compiled / GB:.2f} | {error} | {stats['seconds']:.0f} s"
-        yield f"| {row.model} | {_chips(row)} | {name} | {cells} |"
+      if max(estimate, compiled) <= NEGLIGIBLE:
+        continue
+      yield _line(
+        row.model,
+        _chips(row),
+        name,
+        f"{estimate / GB:.2f}",
+        f"{compiled / GB:.2f}",
+        f"{estimate / compiled - 1:+.1%}" if compiled else "missing",
+        f"{stats['seconds']:.0f} s",
+      )
 
 
 def _compile(row: Row, folder: Path) -> None:
@@ -225,9 +282,11 @@ def _compile(row: Row, folder: Path) -> None:
     sys.exit(f"scaling.py: --programs needs {target.missing}")
   compiled = compile_step(target.trainer, str(folder))
   stats = {
-    name: getattr(compiled.memory, name) for name in ("peak_memory_in_bytes", "temp_size_in_bytes")
+    "peak_memory_in_bytes": compiled.memory.peak_memory_in_bytes,
+    "temp_size_in_bytes": compiled.memory.temp_size_in_bytes,
+    "seconds": compiled.seconds,
   }
-  (folder / "memory.json").write_text(json.dumps(stats | {"seconds": compiled.seconds}))
+  (folder / "memory.json").write_text(json.dumps(stats))
 
 
 if __name__ == "__main__":

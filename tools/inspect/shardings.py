@@ -15,7 +15,7 @@ from rich.table import Table
 
 from maxlite.config import Config, exit_on_user_error, main_config
 from maxlite.config.members import members_of
-from maxlite.sharding.sharding_report import parameter_sharding
+from maxlite.sharding.sharding_report import ParameterSharding, parameter_sharding
 from maxlite.training.trainer import Trainer, build_trainer
 
 
@@ -32,25 +32,41 @@ def main() -> int:
 def groups_of(cfg: Config) -> list[list[Config]]:
   """The configs of the members, by model; of a run of one model, its config."""
   groups: dict[object, list[Config]] = {}
-  for member in [member.config for member in members_of(cfg)] or [cfg]:
-    groups.setdefault(member.model, []).append(member)
+  for member in members_of(cfg):
+    groups.setdefault(member.config.model, []).append(member.config)
+  if not groups:
+    return [[cfg]]
   return list(groups.values())
 
 
-def table(trainer: Trainer, num_members: int) -> Table:
-  mesh, placements = trainer.mesh, trainer.parameter_shardings
-  if num_members > 1:
-    placements = [
+def shardings_of(trainer: Trainer, num_members: int) -> list[ParameterSharding]:
+  """The sharding of every parameter, stacked if there are several members."""
+  placements = trainer.parameter_shardings
+  if num_members == 1:
+    return placements
+  stacked = []
+  for placement in placements:
+    stacked.append(
       parameter_sharding(
-        each.path,
-        jax.ShapeDtypeStruct((num_members, *each.shape), each.dtype),
-        ("ensemble", *each.names),
+        placement.path,
+        jax.ShapeDtypeStruct((num_members, *placement.shape), placement.dtype),
+        ("ensemble", *placement.names),
         trainer.sharder,
       )
-      for each in placements
-    ]
+    )
+  return stacked
+
+
+def table(trainer: Trainer, num_members: int) -> Table:
+  """A line per parameter, and the total."""
+  mesh = trainer.mesh
+  placements = shardings_of(trainer, num_members)
   degrees = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-  result = Table(title=f"{mesh.size} devices: {degrees}", box=None, title_justify="left")
+  result = Table(
+    title=f"{mesh.size} devices: {degrees}",
+    box=None,
+    title_justify="left",
+  )
   for column in ("parameter", "logical axes", "spec", "shape"):
     result.add_column(column)
   result.add_column("bytes per device", justify="right")
@@ -64,7 +80,14 @@ def table(trainer: Trainer, num_members: int) -> Table:
     )
   total = sum(placement.num_bytes for placement in placements)
   local = sum(placement.bytes_per_device for placement in placements)
-  result.add_row("all", "", "", f"{total:,} bytes in total", f"{local:,}", style="bold")
+  result.add_row(
+    "all",
+    "",
+    "",
+    f"{total:,} bytes in total",
+    f"{local:,}",
+    style="bold",
+  )
   return result
 
 

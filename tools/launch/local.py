@@ -64,7 +64,12 @@ class ProcessGroup:
     for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
       self._start(rank, command, environment)
 
-  def _start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
+  def _start(
+    self,
+    rank: int,
+    command: list[str],
+    environment: dict[str, str],
+  ) -> None:
     process = subprocess.Popen(
       command,
       stdin=subprocess.DEVNULL,
@@ -166,7 +171,12 @@ def end_with_parent() -> Callable[[], None]:
   return in_child
 
 
-def process_environment(rank: int, platform: str, devices: int, token: str) -> dict[str, str]:
+def process_environment(
+  rank: int,
+  platform: str,
+  devices: int,
+  token: str,
+) -> dict[str, str]:
   """The environment of one process, with its devices."""
   environment = dict(os.environ)
   environment["PYTHONUNBUFFERED"] = "1"
@@ -251,7 +261,9 @@ class SignalForwarder:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
   )
   parser.add_argument("--processes", default="2", help="number; N,M: M after a restart")
   parser.add_argument("--devices", type=int, default=1, help="per process")
