@@ -13,6 +13,7 @@ EXECUTION = {
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
   "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", "gdn_chunk_size",
+  "rope_long_context",
   *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip

@@ -43,6 +43,7 @@ _TYPE_DOCS: dict[object, tuple[str, str]] = {
   bool: ("true or false", "true"),
   str: ("text", "name"),
   tuple[int, ...]: ("a list of whole numbers", "[512, 1024, 1024]"),
+  tuple[float, ...]: ("a list of finite numbers", "[1.0, 2.5]"),
   tuple[str, ...]: ("a list of text", "[a, b]"),
   FrozenMapping: ("a mapping {key: value}", "{key: value}"),
   tuple[FrozenMapping, ...]: ("a list of {key: value}", "[{key: value}]"),

@@ -166,11 +166,9 @@ class HfFamily:
     }
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf)
     keys.update(self.ours)
-    if keys.get("mscale") and not model.latent_attention:
-      raise UserError(
-        f"config.json has mscale_all_dim={keys['mscale']}, but maxlite supports it only for latent "
-        "attention: choose another checkpoint"
-      )
+    if keys.get("mscale") and not model.latent_attention:  # which alone scales the scores by it
+      keys["mscale"] = 0.0
+      keys["rope_attention_factor"] = keys["rope_attention_factor"] or 1.0
     if keys["partial_rotary_factor"] != 1 and not self.partial_rotary:
       raise UserError(
         f"config.json has partial_rotary_factor={keys['partial_rotary_factor']}, but maxlite "

@@ -14,6 +14,7 @@ GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
 _FACTOR = Key("rope_factor", "factor")
 _ORIGINAL = Key(ORIGINAL, ORIGINAL)
+_ATTENTION_FACTOR = Key("rope_attention_factor", "attention_factor", null=0.0, off=0.0)
 ROPE_KEYS: dict[str, Sequence[Key]] = {
   "default": (),
   "linear": (_FACTOR,),
@@ -24,7 +25,16 @@ ROPE_KEYS: dict[str, Sequence[Key]] = {
     Key("beta_fast", "beta_fast", null=32.0),
     Key("rope_truncate", "truncate", null=False),
     Key("mscale", "mscale"),
+    _ATTENTION_FACTOR,
   ),
+  "longrope": (
+    _FACTOR,
+    _ORIGINAL,
+    Key("rope_short_factor", "short_factor"),
+    Key("rope_long_factor", "long_factor"),
+    _ATTENTION_FACTOR,
+  ),
+  "dynamic": (_FACTOR, _ORIGINAL),
 }
 ROPE_REQUIRED: dict[str, JsonObject] = {
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -85,7 +95,11 @@ def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
     )
   if kind == "yarn":
     values = _complete_yarn(values, hf)
-  elif values.get("mscale_all_dim"):
+  elif kind == "longrope":
+    values = _complete_longrope(values, hf)
+  elif kind == "dynamic":
+    values = values | {ORIGINAL: hf["max_position_embeddings"]}
+  if kind != "yarn" and values.get("mscale_all_dim"):
     raise UserError(
       f"config.json has mscale_all_dim={values['mscale_all_dim']} for a rotary embedding of type "
       f"{kind}, but maxlite supports it only for yarn: choose another checkpoint"
@@ -95,7 +109,7 @@ def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
   rope = ConfigJson(
     values,
     defaults={"partial_rotary_factor": 1.0},
-    nullable=("beta_fast", "truncate"),
+    nullable=("beta_fast", "truncate", "attention_factor"),
     prefix=f"{name}.",
   )
   for required, value in ROPE_REQUIRED.get(kind, {}).items():
@@ -115,11 +129,12 @@ def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
 def _complete_yarn(values: Mapping[str, Json], hf: ConfigJson) -> JsonObject:
   """Return `values` with defaults, and one `mscale` in place of two.
 
-  The rotated channels are scaled by 0.1 ln(factor) + 1 unless both are set and not zero. Latent
-  attention scales all scores by `mscale_all_dim`, if that is not zero.
+  With growth(m) = 0.1 m ln(factor) + 1, the rotated channels are scaled by `attention_factor` if it
+  is given; else by growth(mscale) / growth(mscale_all_dim) if both are set and not zero; else by
+  growth(1). Latent attention scales all scores by growth(mscale_all_dim)^2, if that is not zero.
 
   Raises:
-    UserError: maxlite does not support this combination.
+    UserError: the factor is missing where maxlite needs it.
   """
   yarn = {"beta_fast": None, "beta_slow": None, "truncate": True, **values}
   yarn["beta_fast"] = yarn["beta_fast"] or None
@@ -130,29 +145,57 @@ def _complete_yarn(values: Mapping[str, Json], hf: ConfigJson) -> JsonObject:
     yarn["factor"] = hf["max_position_embeddings"] / yarn[ORIGINAL]
   mscale = yarn.get("mscale") or 0.0
   all_dims = yarn.get("mscale_all_dim") or 0.0
-  if all_dims and (mscale != all_dims or values.get("factor") is None):
+  if all_dims and values.get("factor") is None:
     raise UserError(
-      f"config.json has mscale={mscale} and mscale_all_dim={all_dims}, but maxlite supports yarn "
-      "only with one value for both, and a factor: choose another checkpoint"
+      f"config.json has mscale_all_dim={all_dims}, but no factor of yarn, which maxlite needs with "
+      "it: choose another checkpoint"
     )
   yarn["mscale"] = all_dims
-  _require_derived_attention_factor(yarn)
+  yarn.setdefault("attention_factor", None)
+  if _extends(yarn):
+    factor = yarn["attention_factor"]
+    if factor is None:
+      factor = _growth(yarn, 1.0)
+      if mscale and all_dims:
+        factor = _growth(yarn, mscale) / _growth(yarn, all_dims)
+    derived = 1.0 if all_dims else _growth(yarn, 1.0)  # what maxlite derives, from one mscale
+    yarn["attention_factor"] = _unless_derived(factor, derived)
   return yarn
 
 
-def _require_derived_attention_factor(yarn: Mapping[str, Json]) -> None:
-  """Raise UserError unless `attention_factor` is missing or the one that yarn derives."""
-  given = yarn.get("attention_factor")
-  if given is None:
-    return
-  derived = 1.0
-  if not yarn["mscale"]:
-    derived = 0.1 * math.log(yarn["factor"]) + 1
-  if not math.isclose(given, derived, rel_tol=1e-9):
-    raise UserError(
-      f"config.json has attention_factor={given!r}, but maxlite supports only the one that yarn "
-      f"derives from its factor, {derived}: choose another checkpoint"
-    )
+def _complete_longrope(values: Mapping[str, Json], hf: ConfigJson) -> JsonObject:
+  """Return `values` with defaults; `attention_factor` is null if it is the one that is derived."""
+  rope = dict(values)
+  if ORIGINAL not in rope:
+    rope[ORIGINAL] = hf["max_position_embeddings"]
+  if rope.get("factor") is None:
+    rope["factor"] = hf["max_position_embeddings"] / rope[ORIGINAL]
+  for key in ("short_factor", "long_factor"):
+    if isinstance(rope.get(key), list):
+      rope[key] = tuple(rope[key])
+  rope.setdefault("attention_factor", None)
+  if rope["attention_factor"] is not None and _extends(rope) and rope[ORIGINAL] > 1:
+    derived = math.sqrt(1 + math.log(rope["factor"]) / math.log(rope[ORIGINAL]))
+    rope["attention_factor"] = _unless_derived(rope["attention_factor"], derived)
+  return rope
+
+
+def _extends(rope: Mapping[str, Json]) -> bool:
+  """Return whether the factor of context extension is a valid one; others are refused later."""
+  factor = rope.get("factor")
+  return isinstance(factor, int | float) and factor >= 1
+
+
+def _growth(yarn: Mapping[str, Json], mscale: float) -> float:
+  """Return yarn's factor of queries and keys."""
+  return 0.1 * mscale * math.log(yarn["factor"]) + 1
+
+
+def _unless_derived(factor: float, derived: float) -> float | None:
+  """Return `factor`, or None if it is the one that is derived from other keys."""
+  if math.isclose(factor, derived, rel_tol=1e-9):
+    return None
+  return factor
 
 
 def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> JsonObject:
@@ -210,11 +253,18 @@ def rope_to_hf(cfg: ModelConfig) -> JsonObject:
   scaling |= ROPE_REQUIRED.get(kind, {})
   if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
+  if scaling.get("attention_factor") is None:
+    scaling.pop("attention_factor", None)
+  for key in ("short_factor", "long_factor"):
+    if key in scaling:
+      scaling[key] = list(scaling[key])
   base = {"rope_theta": rope.rope_max_timescale}
   if rope.partial_rotary_factor != 1:
     base["partial_rotary_factor"] = rope.partial_rotary_factor
   keys = {"rope_parameters": scaling | base, **base}
   if kind == "default":
     return keys
-  length = int(rope.original_max_position_embeddings * rope.rope_factor)
+  length = rope.original_max_position_embeddings
+  if kind != "dynamic":
+    length = int(length * rope.rope_factor)
   return keys | {"rope_scaling": scaling, "max_position_embeddings": length}

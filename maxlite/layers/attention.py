@@ -61,6 +61,7 @@ class Attention(nn.Module):
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
     k_BTGC = self._norm(self._project(x_BTD, "key", num_kv_heads, "kv_heads"), "key")
     v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
+    q_BTHC, k_BTGC, v_BTGC = (self._clip(x_BTHC) for x_BTHC in (q_BTHC, k_BTGC, v_BTGC))
     q_BTHC = scale_queries(apply_rope(q_BTHC, cos_BTC, sin_BTC), query_scale_BT)
     k_BTGC = apply_rope(k_BTGC, cos_BTC, sin_BTC)
 
@@ -171,6 +172,13 @@ class Attention(nn.Module):
     )
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
+
+  def _clip(self, x_BTHC: jax.Array) -> jax.Array:
+    """Queries, keys or values, within cfg.clip_qkv if it is set."""
+    limit = self.cfg.clip_qkv
+    if limit == 0:
+      return x_BTHC
+    return jnp.clip(x_BTHC, -limit, limit)
 
   def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
     """Queries or keys, normalised if the family does."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
 from maxlite.kernels.numerics import accumulator_dtype
 
@@ -26,18 +27,19 @@ class RopeTables(NamedTuple):
 def rope_tables(position_BT: jax.Array, num_channels: int, cfg: RopeConfig) -> RopeTables:
   """The rotations of `num_channels` channels, so C = num_channels / 2.
 
-  YaRN lowers the temperature of attention. With mscale = 0, as published: both tables are scaled
-  by 0.1 ln(factor) + 1, which affects the rotated channels only. Otherwise `score_factor` applies
-  the temperature.
+  YaRN and LongRoPE lower the temperature of attention: both tables are scaled, which affects the
+  rotated channels only (see `_table_size`). With mscale > 0, `score_factor` applies YaRN's.
 
-  Source: Peng et al., YaRN (2023), sections 2.2 (linear) and 3.4.
+  Source: Peng et al., YaRN (2023), sections 2.2 (linear) and 3.4; Ding et al., LongRoPE (2024).
+
+  Raises:
+    UserError: rows of this length have another rotation, which depends on their length.
   """
+  _check_length(position_BT.shape[1], cfg)
   frequency_C = jnp.asarray(_frequencies(num_channels, cfg), jnp.float32)
   position_BT1 = position_BT.astype(jnp.float32)[..., None]
   angle_BTC = position_BT1 * frequency_C[None, None]
-  size = 1.0
-  if cfg.rope_type == "yarn" and not cfg.mscale:
-    size = _yarn_growth(cfg, mscale=1.0)
+  size = _table_size(cfg)
   return RopeTables(cos_BTC=jnp.cos(angle_BTC) * size, sin_BTC=jnp.sin(angle_BTC) * size)
 
 
@@ -102,6 +104,39 @@ def deinterleave(x_BTHC: jax.Array) -> jax.Array:
   return pairs.swapaxes(-1, -2).reshape(x_BTHC.shape)
 
 
+def _check_length(num_positions: int, cfg: RopeConfig) -> None:
+  """Raise UserError if rows are longer than the context that `cfg` is for."""
+  original = cfg.original_max_position_embeddings
+  if num_positions <= original:
+    return
+  if cfg.rope_type == "dynamic":
+    raise UserError(
+      f"rows of {num_positions} tokens: rope_type=dynamic rotates texts of more than "
+      f"original_max_position_embeddings={original} tokens by an angle that depends on their "
+      f"length, which is not supported; write max_target_length={original} or less"
+    )
+  if cfg.rope_type == "longrope" and not cfg.rope_long_context:
+    raise UserError(
+      f"rows of {num_positions} tokens: rope_type=longrope has other frequencies for more than "
+      f"original_max_position_embeddings={original} tokens; write rope_long_context=true, or "
+      f"max_target_length={original} or less"
+    )
+
+
+def _table_size(cfg: RopeConfig) -> float:
+  """The factor of the tables: given, or derived from the factor of context extension."""
+  if cfg.rope_type not in ("yarn", "longrope"):
+    return 1.0
+  if cfg.rope_attention_factor:
+    return cfg.rope_attention_factor
+  if cfg.rope_type == "longrope":
+    log_ratio = math.log(cfg.rope_factor) / math.log(cfg.original_max_position_embeddings)
+    return math.sqrt(1 + log_ratio)
+  if cfg.mscale:
+    return 1.0
+  return _yarn_growth(cfg, mscale=1.0)
+
+
 def _yarn_growth(cfg: RopeConfig, mscale: float) -> float:
   """The factor of queries and keys by which YaRN lowers the temperature."""
   return 0.1 * mscale * math.log(cfg.rope_factor) + 1
@@ -110,15 +145,37 @@ def _yarn_growth(cfg: RopeConfig, mscale: float) -> float:
 def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   """frequency_C [radians per position] of each channel pair, float64.
 
-  High frequencies are kept, low ones are divided by the factor, with a ramp in between.
+  High frequencies are kept, low ones are divided by the factor, with a ramp in between; LongRoPE
+  divides each by its own factor.
   """
   pair_C = np.arange(num_channels // 2, dtype=np.float64)
   exponent_C = -2 * pair_C / num_channels
   frequency_C = cfg.rope_max_timescale**exponent_C
+  if cfg.rope_type == "longrope":
+    return frequency_C / _own_factors(len(frequency_C), cfg)
   interpolation = INTERPOLATIONS[cfg.rope_type]
   degree_C = np.clip(interpolation(frequency_C, cfg), 0, 1)
   factor_C = 1 - degree_C + degree_C / cfg.rope_factor
   return frequency_C * factor_C
+
+
+def _own_factors(num_pairs: int, cfg: RopeConfig) -> np.ndarray:
+  """factor_C: LongRoPE's factor of each channel pair.
+
+  Raises:
+    UserError: the config has another number of factors.
+  """
+  key = "rope_short_factor"
+  factors = cfg.rope_short_factor
+  if cfg.rope_long_context:
+    key = "rope_long_factor"
+    factors = cfg.rope_long_factor
+  if len(factors) != num_pairs:
+    raise UserError(
+      f"{key} has {len(factors)} numbers, but rope_type=longrope needs one for each of the "
+      f"{num_pairs} channel pairs that rotate; write {num_pairs} numbers"
+    )
+  return np.array(factors, np.float64)
 
 
 def _keep_all(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
@@ -167,6 +224,7 @@ def _llama_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
 # Values outside this range are clipped.
 INTERPOLATIONS = {
   "default": _keep_all,
+  "dynamic": _keep_all,
   "linear": _interpolate_all,
   "llama3.1": _llama_ramp,
   "yarn": _yarn_ramp,

@@ -29,10 +29,23 @@ LLAMA3 = {
   "original_max_position_embeddings": 8,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+TWO_MSCALES = YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+LONGROPE = {
+  "rope_type": "longrope",
+  "rope_theta": 500.0,
+  "original_max_position_embeddings": 32,
+  "short_factor": [1.25, 3.0],
+  "long_factor": [2.0, 8.0],
+}
 # Values of keys that a config.json may have in addition to those of its class.
 OTHERS: dict[str, list[Any]] = {
   "rope_theta": [77.0, None],
-  "rope_scaling": [{}, {"type": "linear", "factor": 2.0}, LLAMA3, YARN, YARN | {"truncate": None}],
+  "rope_scaling": [
+    *({}, {"type": "linear", "factor": 2.0}, LLAMA3, YARN, YARN | {"truncate": None}),
+    *(TWO_MSCALES, YARN | {"attention_factor": 1.5}, DYNAMIC, LONGROPE),
+    LONGROPE | {"attention_factor": 1.5},
+  ],
   "rope_parameters": [{}, {"rope_theta": 77.0}, LLAMA3, YARN, {**YARN, "factor": None}],
   "rope_local_base_freq": [77.0, None],
   "partial_rotary_factor": [0.5, 1.0, None],

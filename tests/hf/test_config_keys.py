@@ -5,7 +5,18 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from config_variants import LLAMA3, YARN, Folder, config_class, config_of, variants_of, without
+from config_variants import (
+  DYNAMIC,
+  LLAMA3,
+  LONGROPE,
+  TWO_MSCALES,
+  YARN,
+  Folder,
+  config_class,
+  config_of,
+  variants_of,
+  without,
+)
 
 import maxlite
 from maxlite.config.errors import UserError
@@ -43,6 +54,15 @@ MEANINGS = [
   ("ernie4_5_moe", "", {"moe_layer_end_index": -1}, {"first_num_dense_layers": 1}),
   ("mistral4", "n_routed_experts", {"num_local_experts": 8}, {"num_experts": 8}),
   ("granitemoe", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
+  ("mixtral", "", {"sliding_window": 4}, {"sliding_window_size": 4}),
+  ("olmoe", "", {"clip_qkv": 0.5}, {"clip_qkv": 0.5}),
+  ("olmoe", "clip_qkv", {}, {"clip_qkv": 0.0}),
+  ("llama", "", {"rope_parameters": LONGROPE}, {"rope_short_factor": (1.25, 3.0)}),
+  ("llama", "", {"rope_parameters": DYNAMIC}, {"original_max_position_embeddings": 64}),
+  ("llama", "", {"rope_scaling": YARN | {"attention_factor": 1.5}}, {"rope_attention_factor": 1.5}),
+  # transformers scales the scores of DeepSeek alone by mscale_all_dim.
+  ("llama", "", {"rope_scaling": TWO_MSCALES}, {"mscale": 0.0}),
+  ("deepseek_v3", "", {"rope_scaling": TWO_MSCALES}, {"mscale": 0.4}),
   (
     "mistral",
     "",
@@ -72,7 +92,9 @@ REFUSED = [
   ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "has no_rope_layers"),
   ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
   ("olmo3", {"layer_types": ["full_attention"] * 5}, "has layer_types"),
-  ("olmo3", {"rope_scaling": {"attention_factor": 1.5}}, "attention_factor=1.5"),
+  ("qwen3_moe", {"mlp_only_layers": [1]}, r"decoder_sparse_step=1 and mlp_only_layers=\[1\]"),
+  ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step=3"),
+  ("olmoe", {"clip_qkv": 0}, "clip_qkv=0"),
   ("phi3", {"rope_scaling": YARN}, "of type 'yarn'"),
   ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
   ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
@@ -108,6 +130,20 @@ def changed(model_type, removed, others):
 def test_a_missing_or_null_key_means_what_it_means_there(model_type, removed, others, expected):
   keys = FAMILIES[model_type].config_from_hf(changed(model_type, removed, others))
   assert {name: keys[name] for name in expected} == expected
+
+
+def test_dense_layers_are_the_first_ones_and_all_but_every_nth():
+  def keys_of(step, listed):
+    layers = {"num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": listed}
+    keys = FAMILIES["qwen3_moe"].config_from_hf(config_of("qwen3_moe") | layers)
+    assert keys["base_mlp_dim"] == config_of("qwen3_moe")["intermediate_size"]
+    return keys["first_num_dense_layers"], keys["interleave_moe_layer_step"]
+
+  assert keys_of(2, []) == (0, 2)
+  assert keys_of(1, [0, 1, 2]) == (3, 1)
+  assert keys_of(2, [0, 1]) == (2, 2)
+  assert keys_of(2, [0, 1, 2]) == (2, 2)
+  assert keys_of(2, [0, 2]) == (0, 2)
 
 
 @pytest.mark.parametrize(("model_type", "others", "message"), REFUSED)

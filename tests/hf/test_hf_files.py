@@ -188,8 +188,6 @@ def keys_of(llama, config):
 
 
 CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
-# transformers does not scale the scores of a Llama by mscale, unlike those of DeepSeek.
-YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0
     ({"rope_parameters": "default"}, "config.json: "),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, but maxlite supports only"),
     ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}, "only partial_rotary"),
-    ({"rope_parameters": YARN}, "mscale_all_dim=1.0, but maxlite supports it only for latent"),
+    ({"rope_parameters": {"mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 for a rotary embedding"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ({"quantization_config": "fp8"}, "quantization_config"),
     ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None"),

@@ -14,7 +14,7 @@ from maxlite.layers.attention import Attention
 from maxlite.layers.rope import rope_tables
 
 NUM_POSITIONS, DIM, NUM_HEADS, HEAD_DIM = 12, 8, 4, 4
-SCALE, EPSILON, WINDOW, SOFT_CAP = 0.4, 0.3, 3, 1.5
+SCALE, EPSILON, WINDOW, SOFT_CAP, LIMIT = 0.4, 0.3, 3, 1.5, 0.8
 # Two documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 0], [5, 4, 3]), np.ones(NUM_POSITIONS)]).astype(np.int32)
 POSITION_BT = np.stack([np.r_[0:5, 0:4, 0, 0, 0], np.r_[0:NUM_POSITIONS]]).astype(np.int32)
@@ -48,6 +48,7 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     attention_block_q=4,
     attn_logits_soft_cap=SOFT_CAP if everything else 0.0,
     sliding_window_size=WINDOW,
+    clip_qkv=LIMIT if everything else 0.0,
   )
   family = ModelFamily(qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything)
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
@@ -106,7 +107,7 @@ def test_grouped_queries_equal_multi_head_attention_with_repeated_keys(sharders,
 def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape, mesh, everything):
   """Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.
 
-  `everything` is biases, a window, a soft cap and sinks.
+  `everything` is biases, clipping, a window, a soft cap and sinks.
   """
   params, x_BTD = make_params(NUM_HEADS), draw((2, NUM_POSITIONS, DIM), 7)
   biases = {name: draw(leaf["kernel"].shape[1:], 20) for name, leaf in params.items()}
@@ -127,6 +128,8 @@ def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape
   )
   if qk_norm:
     q, k = (normed(x, scales[f"{n}_norm"]) for n, x in (("query", q), ("key", k)))
+  if everything:
+    q, k, v = (np.clip(x, -LIMIT, LIMIT) for x in (q, k, v))
   frequency_C = 100.0 ** -np.array([0, 0.5])
   turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
   q, k = ((x[..., :2] + 1j * x[..., 2:]) * turn_TC for x in (q, k))

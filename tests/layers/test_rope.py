@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
 from maxlite.layers.rope import apply_rope, deinterleave, rope_tables, score_factor
 
@@ -144,6 +145,48 @@ def test_if_all_channels_rotate_mscale_1_is_published_yarn():
     return score_factor(cfg) * np.einsum("bthc,bshc->bhts", q, k)
 
   np.testing.assert_allclose(scores(1.0), scores(0.0), rtol=1e-4, atol=1e-5)
+
+
+LONGROPE = RopeConfig(
+  rope_type="longrope",
+  rope_max_timescale=THETA,
+  rope_factor=32.0,
+  original_max_position_embeddings=16,
+  rope_short_factor=(1.0, 1.5, 2.0, 4.0),
+  rope_long_factor=(2.0, 3.0, 5.0, 9.0),
+)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_longrope_divides_each_frequency_by_its_factor(is_long):
+  cfg = dataclasses.replace(LONGROPE, rope_long_context=is_long)
+  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), NUM_CHANNELS, cfg)
+  factors = cfg.rope_long_factor if is_long else cfg.rope_short_factor
+  plain_C = THETA ** (-2 * np.arange(NUM_CHANNELS // 2) / NUM_CHANNELS)
+  np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0], plain_C / factors, rtol=1e-5)
+  size = math.sqrt(1 + math.log(32) / math.log(16))
+  np.testing.assert_allclose(np.hypot(sin, cos), size, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "longrope"])
+def test_a_given_attention_factor_replaces_the_derived_one(rope_type):
+  cfg = dataclasses.replace(LONGROPE, rope_type=rope_type, rope_attention_factor=1.75)
+  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), NUM_CHANNELS, cfg)
+  np.testing.assert_allclose(np.hypot(sin, cos), 1.75, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rows_beyond_the_original_context_are_refused_where_they_rotate_otherwise(rope_type):
+  cfg = dataclasses.replace(LONGROPE, rope_type=rope_type)
+  rope_tables(jnp.zeros((1, 16), jnp.int32), NUM_CHANNELS, cfg)
+  with pytest.raises(UserError, match=f"rope_type={rope_type} .*max_target_length=16 or less"):
+    rope_tables(jnp.zeros((1, 17), jnp.int32), NUM_CHANNELS, cfg)
+
+
+def test_longrope_needs_a_factor_for_each_pair():
+  cfg = dataclasses.replace(LONGROPE, rope_short_factor=(1.0,))
+  with pytest.raises(UserError, match=r"rope_short_factor has 1 numbers, but .* 4 channel pairs"):
+    rope_tables(jnp.zeros((1, 4), jnp.int32), NUM_CHANNELS, cfg)
 
 
 def test_deinterleave_moves_pairs_to_halves():

@@ -11,6 +11,17 @@ from maxlite.config.rules.violation import (
 )
 from maxlite.config.schema import DEFAULTS, Config, TilesConfig, flatten
 
+# By key of the rotary embedding, the types that read it.
+_ROPE_TYPES_OF_KEYS = {
+  "mscale": ("yarn",),
+  "beta_fast": ("yarn",),
+  "rope_truncate": ("yarn",),
+  "query_scaling_beta": ("yarn",),
+  "rope_attention_factor": ("yarn", "longrope"),
+  "rope_short_factor": ("longrope",),
+  "rope_long_factor": ("longrope",),
+  "rope_long_context": ("longrope",),
+}
 _LINEAR = ("linear", "linear_plus_one")  # activations of the up projection of a gated MLP
 
 
@@ -28,7 +39,8 @@ def attention(cfg: Config) -> Violations:
   yield from _rotated_channels(cfg)
   if is_latent:
     for key in set_keys(
-      cfg, ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar"]
+      cfg,
+      ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar", "clip_qkv"],
     ):
       yield Violation([key, "decoder_block"], f"not supported by latent attention; write {key}=0")
   has_two_ropes = model.family.global_layer_every > 0 and model.family.global_rope
@@ -125,12 +137,14 @@ def gated_delta(cfg: Config) -> Violations:
 def rope(cfg: Config) -> Violations:
   """The rules on the extension of the context."""
   rope = cfg.model.rope
-  if rope.rope_type != "yarn":
-    for key in changed_keys(cfg, ["mscale", "beta_fast", "rope_truncate", "query_scaling_beta"]):
+  for key in changed_keys(cfg, list(_ROPE_TYPES_OF_KEYS)):
+    readers = _ROPE_TYPES_OF_KEYS[key]
+    if rope.rope_type not in readers:
       yield Violation(
-        [key, "rope_type"], f"is only read by yarn; write {key}={show(DEFAULTS[key])}"
+        [key, "rope_type"],
+        f"is only read by {' and '.join(readers)}; write {key}={show(DEFAULTS[key])}",
       )
-  if rope.rope_factor == 1 and rope.rope_type != "default":
+  if rope.rope_factor == 1 and rope.rope_type in ("linear", "llama3.1", "yarn"):
     yield Violation(
       ["rope_factor", "rope_type"],
       "extends nothing; write rope_type=default, or a larger rope_factor",
@@ -140,6 +154,49 @@ def rope(cfg: Config) -> Violations:
       ["rope_max_timescale", "rope_type"],
       "all channels have the same frequency; write rope_max_timescale=10000",
     )
+
+
+def rope_length(cfg: Config) -> Violations:
+  """The rules on rotary embeddings that depend on the length of the text."""
+  rope = cfg.model.rope
+  original = rope.original_max_position_embeddings
+  if cfg.data.max_target_length <= original:
+    return
+  keys = ["rope_type", "max_target_length", "original_max_position_embeddings"]
+  if rope.rope_type == "dynamic":
+    yield Violation(
+      keys,
+      "beyond that context the rotation depends on the length of each text, which is not "
+      f"supported; write max_target_length={original}",
+    )
+  if rope.rope_type == "longrope" and not rope.rope_long_context:
+    yield Violation(
+      keys,
+      "longer texts than that context have other frequencies; write rope_long_context=true, or "
+      f"max_target_length={original}",
+    )
+
+
+def longrope(cfg: Config) -> Violations:
+  """The rules on LongRoPE's factors."""
+  rope = cfg.model.rope
+  if rope.rope_type != "longrope":
+    return
+  if rope.original_max_position_embeddings == 1:
+    yield Violation(
+      ["original_max_position_embeddings", "rope_type"],
+      "one token is no context; write that of the model, such as 4096",
+    )
+  num_pairs = int(cfg.model.head_dim * rope.partial_rotary_factor) // 2
+  if cfg.model.family.latent_attention:
+    num_pairs = cfg.model.mla.qk_rope_head_dim // 2
+  for key in ("rope_short_factor", "rope_long_factor"):
+    factors = getattr(rope, key)
+    if len(factors) != num_pairs or not all(factor > 0 for factor in factors):
+      yield Violation(
+        [key, "rope_type"],
+        f"needs a positive number for each channel pair that rotates; write {num_pairs} numbers",
+      )
 
 
 def mlp(cfg: Config) -> Violations:
@@ -172,4 +229,4 @@ def memory(cfg: Config) -> Violations:
     )
 
 
-MODEL_RULES = (attention, gated_delta, rope, mlp, memory)
+MODEL_RULES = (attention, gated_delta, rope, rope_length, longrope, mlp, memory)

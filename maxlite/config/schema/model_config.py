@@ -52,8 +52,9 @@ class RopeConfig:
   rope_type: str = model_field(
     "default",
     "Context extension by rope_factor: `default` none, `linear` scales all frequencies, "
-    "`llama3.1` and `yarn` the low ones.",
-    choices=("default", "linear", "llama3.1", "yarn"),
+    "`llama3.1` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` none, for "
+    "models that extend it only beyond original_max_position_embeddings.",
+    choices=("default", "linear", "llama3.1", "yarn", "longrope", "dynamic"),
   )
   local_rope_max_timescale: float = model_field(
     0.0,
@@ -83,6 +84,21 @@ class RopeConfig:
     "yarn multiplies all attention scores by (0.1 mscale ln(rope_factor) + 1)^2, as in DeepSeek; "
     "0: only the rotated channels are scaled, with mscale 1.",
     low=0,
+  )
+  rope_attention_factor: float = model_field(
+    0.0,
+    "yarn and longrope multiply the rotated channels of queries and keys by it; 0: the factor that "
+    "they derive from rope_factor.",
+    low=0,
+  )
+  rope_short_factor: tuple[float, ...] = model_field(
+    (),
+    "longrope divides the frequency of each channel pair by its factor; these are for texts of up "
+    "to original_max_position_embeddings tokens.",
+  )
+  rope_long_factor: tuple[float, ...] = model_field((), "The same for longer texts.")
+  rope_long_context: bool = field(
+    False, "Whether longrope uses rope_long_factor, for texts of all lengths."
   )
   query_scaling_beta: float = model_field(
     0.0,
@@ -174,6 +190,9 @@ class ModelConfig:
     "How queries reach the keys of other context shards: each shard gathers all keys, keys visit "
     "the shards in a `ring`, or an all-to-all gives each shard a part of the heads (`ulysses`).",
     choices=("all_gather", "ring", "ulysses"),
+  )
+  clip_qkv: float = model_field(
+    0.0, "Queries, keys and values are clipped to [-clip_qkv, clip_qkv]; 0: not.", low=0
   )
   sliding_window_size: int = model_field(
     0,

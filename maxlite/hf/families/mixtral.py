@@ -4,15 +4,28 @@ from collections.abc import Mapping
 
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
+from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
-from maxlite.hf.family import BLOCK, MOE_KEYS, NORM_TOPK_PROB, HfFamily, Key, experts
+from maxlite.hf.family import (
+  BLOCK,
+  MOE_KEYS,
+  NORM_TOPK_PROB,
+  SLIDING_WINDOW,
+  HfFamily,
+  Key,
+  experts,
+)
 
 MIXTRAL = HfFamily(
   "mixtral",
   "MixtralForCausalLM",
   "mixtral",
   (*BLOCK, *experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
-  (*MOE_KEYS, Key("num_experts", "num_local_experts", alias="num_experts")),
+  (
+    *MOE_KEYS,
+    Key("num_experts", "num_local_experts", alias="num_experts"),
+    SLIDING_WINDOW,
+  ),
   ours={"router": "softmax_topk", "norm_topk_prob": True},
   defaults={
     "vocab_size": 32000,
@@ -31,8 +44,7 @@ MIXTRAL = HfFamily(
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
   },
-  nullable=("head_dim",),
-  required={"sliding_window": None},
+  nullable=("head_dim", "sliding_window"),
   aux_loss_key="router_aux_loss_coef",
 )
 OLMOE = HfFamily(
@@ -40,7 +52,12 @@ OLMOE = HfFamily(
   "OlmoeForCausalLM",
   "olmoe",
   (*BLOCK, *experts("mlp")),
-  (*MOE_KEYS, Key("num_experts", "num_experts", alias="num_local_experts"), NORM_TOPK_PROB),
+  (
+    *MOE_KEYS,
+    Key("num_experts", "num_experts", alias="num_local_experts"),
+    NORM_TOPK_PROB,
+    Key("clip_qkv", "clip_qkv", null=0.0, off=0.0),
+  ),
   ours={"router": "topk_softmax"},
   defaults={
     "vocab_size": 50304,
@@ -60,19 +77,58 @@ OLMOE = HfFamily(
     "num_experts": 64,
     "norm_topk_prob": False,
   },
-  nullable=("num_key_value_heads",),
-  required={"clip_qkv": None},
+  nullable=("num_key_value_heads", "clip_qkv"),
   aux_loss_key="router_aux_loss_coef",
 )
 
 
-def _require_no_dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  if hf.get("mlp_only_layers"):
+def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  """Return our keys of the dense layers: the first ones, and all but every n-th of the others.
+
+  In config.json, layer i (from 0) has experts if `decoder_sparse_step` divides i + 1 and
+  `mlp_only_layers` does not list i.
+
+  Raises:
+    UserError: the dense layers are others.
+  """
+  num_layers = keys["base_num_decoder_layers"]
+  step = hf["decoder_sparse_step"]
+  listed = hf.get("mlp_only_layers") or []
+  has_experts = []
+  for layer in range(num_layers):
+    has_experts.append(step > 0 and (layer + 1) % step == 0 and layer not in listed)
+  num_first = 0
+  while num_first in listed:
+    num_first += 1
+  num_first -= num_first % max(step, 1)  # the others are dense by the step
+  repeats = (num_layers - num_first) // max(step, 1)
+  unit = [False] * (step - 1) + [True]
+  if not any(has_experts) or has_experts != [False] * num_first + unit * repeats:
     raise UserError(
-      f"config.json has mlp_only_layers={hf.get('mlp_only_layers')}, but maxlite supports only "
-      "experts in every layer here: choose another checkpoint"
+      f"config.json has decoder_sparse_step={step} and mlp_only_layers={listed}, but maxlite "
+      "supports only dense layers before all others, and all but every n-th of the others: choose "
+      "another checkpoint"
     )
-  return {}
+  if all(has_experts):
+    hf.get("intermediate_size")  # of dense layers
+    return {}
+  return {
+    "base_mlp_dim": hf["intermediate_size"],
+    "first_num_dense_layers": num_first,
+    "interleave_moe_layer_step": step,
+  }
+
+
+def _dense_layers_to_hf(cfg: ModelConfig) -> JsonObject:
+  num_first, step = cfg.layer_plan
+  mlp_dim = cfg.base_mlp_dim
+  if num_first == 0 and step == 1:
+    mlp_dim = cfg.moe.base_moe_mlp_dim
+  return {
+    "intermediate_size": mlp_dim,
+    "mlp_only_layers": list(range(num_first)),
+    "decoder_sparse_step": step,
+  }
 
 
 QWEN3_MOE = HfFamily(
@@ -90,6 +146,7 @@ QWEN3_MOE = HfFamily(
   defaults={
     "vocab_size": 151936,
     "hidden_size": 2048,
+    "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_hidden_layers": 24,
     "num_attention_heads": 32,
@@ -107,14 +164,10 @@ QWEN3_MOE = HfFamily(
     "num_experts": 128,
     "norm_topk_prob": False,
   },
-  required={"use_sliding_window": False, "decoder_sparse_step": 1},
+  required={"use_sliding_window": False},
   aux_loss_key="router_aux_loss_coef",
-  extra_from_hf=_require_no_dense_layers,
-  extra_to_hf=lambda cfg: {
-    "intermediate_size": cfg.moe.base_moe_mlp_dim,
-    "mlp_only_layers": [],
-  },
-  # Of dense layers, which are not supported, and of use_sliding_window.
-  unread=("intermediate_size", "max_window_layers", "sliding_window"),
+  extra_from_hf=_dense_layers,
+  extra_to_hf=_dense_layers_to_hf,
+  unread=("max_window_layers", "sliding_window"),  # of use_sliding_window
 )
 FAMILIES = (MIXTRAL, OLMOE, QWEN3_MOE)

@@ -22,10 +22,10 @@ RULES = (
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   # transformers reads yarn as longrope here, and no other type.
-  if keys["rope_type"] != "default":
+  if keys["rope_type"] not in ("default", "longrope"):
     raise UserError(
       f"config.json has a rotary embedding of type {keys['rope_type']!r}, but maxlite supports "
-      "only default here: choose another checkpoint"
+      "only default and longrope here: choose another checkpoint"
     )
   return {}
 
