@@ -62,8 +62,9 @@ def _values(key: SchemaKey) -> st.SearchStrategy:
     return st.integers(int(field.low), int(min(2**31 - 1, field.high or math.inf)))
   if key.type == tuple[int, ...]:
     return st.lists(st.integers(int(field.low), 2**31 - 1), max_size=3).map(tuple)
-  if key.type is float:
-    return st.floats(field.low, field.high, allow_nan=False, allow_infinity=False)
+  if key.type in (float, tuple[float, ...]):
+    numbers = st.floats(field.low, field.high, allow_nan=False, allow_infinity=False)
+    return numbers if key.type is float else st.lists(numbers, max_size=3).map(tuple)
   if key.type == AxisRules:
     axes = st.lists(st.sampled_from(MESH_AXES), unique=True).map(tuple)
     return st.lists(st.tuples(TEXT.filter(bool), axes), max_size=3).map(tuple)
