@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from member_mistakes import MEMBER_MISTAKES
+from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
 
 from maxlite.config import UserError, exit_on_user_error, load_config, main_config
@@ -140,12 +141,6 @@ MISTAKES = (
     ("grouped_matmul=megablox", "megablox=false"): ("megablox=true", "grouped_matmul=auto"),
     ("grouped_matmul=tiled", "sparse_matmul=false"): ("sparse_matmul=true", "grouped_matmul=auto"),
     ("wi_tile_drhs=512,1024",): ("wi_tile_drhs=[512, 1024]", "wi_tile_drhs=[512, 1024, 1024]"),
-    ("mscale=0.5",): ("rope_type=default (default)", "mscale=0"),
-    ("beta_fast=4", "rope_type=llama3.1"): ("only read by yarn", "beta_fast=32"),
-    ("rope_attention_factor=2", "rope_type=linear"): ("yarn and longrope", "factor=0"),
-    ("rope_type=dynamic", "max_target_length=8192"): ("not supported", "max_target_length=4096"),
-    ("rope_type=longrope", "rope_short_factor=[1]"): ("write 16 numbers",),
-    ("rope_type=longrope", "rope_short_factor=[1,a]"): ("a list of finite numbers",),
     ("partial_rotary_factor=0.1",): ("partial_rotary_factor=0.1", "head_dim=32", "write 1"),
     ("partial_rotary_factor=0.5", "decoder_block=deepseek"): ("latent attention", "write 1"),
     ("rope_truncate=false",): ("only read by yarn", "rope_truncate=true"),
@@ -267,6 +262,7 @@ MISTAKES = (
   }
   | MEMBER_MISTAKES
   | TUNING_MISTAKES
+  | ROPE_MISTAKES
 )
 BAD_FILES = {
   "stepz: 3": ("bad.yml:1: stepz=3", "steps?"),

@@ -185,7 +185,7 @@ def longrope(cfg: Config) -> Violations:
   if rope.original_max_position_embeddings == 1:
     yield Violation(
       ["original_max_position_embeddings", "rope_type"],
-      "one token is no context; write that of the model, such as 4096",
+      "must be at least 2, the context before extension; write for example 4096",
     )
   num_pairs = int(cfg.model.head_dim * rope.partial_rotary_factor) // 2
   if cfg.model.family.latent_attention:
