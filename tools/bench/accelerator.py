@@ -124,7 +124,12 @@ def main() -> int:
   return any(outcome.error for outcome in outcomes)
 
 
-def run_part(part: str, limit: float, small: bool, log: Path) -> Outcome:
+def run_part(
+  part: str,
+  limit: float,
+  small: bool,
+  log: Path,
+) -> Outcome:
   """Run a part and read the rows that it printed; its stderr goes to `log`."""
   command = [sys.executable, str(PARTS_FILE), *part.split()]
   if small:

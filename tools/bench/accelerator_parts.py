@@ -149,7 +149,11 @@ def step(small: bool, kind: str, *keys: str) -> None:
   )
 
 
-def step_config(small: bool, kind: str, keys: tuple[str, ...]) -> Config:
+def step_config(
+  small: bool,
+  kind: str,
+  keys: tuple[str, ...],
+) -> Config:
   if kind == "moe":
     shape = SMALL_MOE if small else MOE
   else:

@@ -180,7 +180,11 @@ def split_adapters(params: PyTree) -> tuple[PyTree, PyTree]:
   return unflatten_dict(adapters), unflatten_dict(base)
 
 
-def adapters_on_base(width: int, depth: int, num_steps: int) -> Problem:
+def adapters_on_base(
+  width: int,
+  depth: int,
+  num_steps: int,
+) -> Problem:
   """16 adapters of rank 8 on a frozen model."""
   rates = np.geomspace(1e-5, 3e-4, 16).tolist()  # higher ones amplify rounding errors
   model = AdaptedMLP(width, depth, rank=8)

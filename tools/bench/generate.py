@@ -167,7 +167,11 @@ def transformers_run(
   return run
 
 
-def matmuls_alone(num_rows: int, num_tokens: int, clock: Clock) -> Run:
+def matmuls_alone(
+  num_rows: int,
+  num_tokens: int,
+  clock: Clock,
+) -> Run:
   """Run only the matrix products of a decode step, in the layout that is fastest on XLA:CPU."""
   weights = draw_weights()
   matmul = matmul_few_rows
@@ -263,7 +267,11 @@ class Comparison:
     differing: the models and batch sizes whose candidates return different tokens.
   """
 
-  def __init__(self, args: argparse.Namespace, table: Table) -> None:
+  def __init__(
+    self,
+    args: argparse.Namespace,
+    table: Table,
+  ) -> None:
     self._args = args
     self._table = table
     self._clock = time.process_time if args.processor else time.perf_counter

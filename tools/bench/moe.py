@@ -114,9 +114,21 @@ class MatmulGoal(NamedTuple):
 
 
 MATMUL_GOALS = (
-  MatmulGoal(num_groups=8, dense_at_most=1.4, ragged_dot_at_least=6),
-  MatmulGoal(num_groups=16, dense_at_most=1.6, ragged_dot_at_least=12),
-  MatmulGoal(num_groups=64, dense_at_most=1.9, ragged_dot_at_least=40),
+  MatmulGoal(
+    num_groups=8,
+    dense_at_most=1.4,
+    ragged_dot_at_least=6,
+  ),
+  MatmulGoal(
+    num_groups=16,
+    dense_at_most=1.6,
+    ragged_dot_at_least=12,
+  ),
+  MatmulGoal(
+    num_groups=64,
+    dense_at_most=1.9,
+    ragged_dot_at_least=40,
+  ),
 )
 
 
@@ -164,7 +176,13 @@ def matmul(timer: Timer, platform: str) -> None:
       backend: compiled(grouped(backend), [sizes_G, *operands]),
     }
     seconds = timer.median_seconds(runs)
-    print_ratio_of(title, seconds, backend, "dense", at_most=goal.dense_at_most)
+    print_ratio_of(
+      title,
+      seconds,
+      backend,
+      "dense",
+      at_most=goal.dense_at_most,
+    )
     # The program after a ragged dot must allocate gigabytes of memory again, so an untimed run
     # separates them.
     alternating = {
@@ -173,7 +191,13 @@ def matmul(timer: Timer, platform: str) -> None:
       backend: runs[backend],
     }
     seconds = timer.median_seconds(alternating)
-    print_ratio_of(title, seconds, "ragged_dot", backend, at_least=goal.ragged_dot_at_least)
+    print_ratio_of(
+      title,
+      seconds,
+      "ragged_dot",
+      backend,
+      at_least=goal.ragged_dot_at_least,
+    )
 
 
 def grouped(backend: str) -> Callable[..., tuple]:
@@ -227,7 +251,13 @@ def layer(timer: Timer, platform: str) -> None:
     goal = None
     if dtype == "float32":
       goal = 1.7
-    print_ratio_of(f"layer, {dtype}", seconds, "moe", "dense", at_most=goal)
+    print_ratio_of(
+      f"layer, {dtype}",
+      seconds,
+      "moe",
+      "dense",
+      at_most=goal,
+    )
 
 
 def exchange(timer: Timer, platform: str) -> None:
@@ -240,7 +270,13 @@ def exchange(timer: Timer, platform: str) -> None:
     runs[mesh_axis] = layer_run(moe(sharder), sharder, "float32")
   seconds = timer.median_seconds(runs)
   title = f"exchange, {NUM_SIMULATED} devices"
-  print_ratio_of(title, seconds, "expert", "data", at_most=1.5)
+  print_ratio_of(
+    title,
+    seconds,
+    "expert",
+    "data",
+    at_most=1.5,
+  )
 
 
 def rerun_simulated(timer: Timer) -> None:
@@ -340,7 +376,13 @@ def step(timer: Timer, platform: str) -> None:
     milliseconds = 1e3 * value
     rate = num_tokens / value
     print(f"step: {name} {milliseconds:.0f} ms, {rate:,.0f} tokens/s")
-  print_ratio_of("step", seconds, "moe", "dense", at_most=1.3)
+  print_ratio_of(
+    "step",
+    seconds,
+    "moe",
+    "dense",
+    at_most=1.3,
+  )
   if "mixtral" in seconds:
     speedup = seconds["mixtral"] / seconds["moe"]
     print_ratio("step: tokens/s, moe / mixtral", speedup, at_least=1.2)

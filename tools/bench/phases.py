@@ -79,7 +79,8 @@ def fit_loss(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 def match_loss(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
   x_TD = hidden(params, batch[0])
   w_DV = params["unembed"]["kernel"]
-  wanted_TV = jax.nn.softmax(jax.lax.stop_gradient(x_TD @ w_DV))
+  target_logits_TV = jax.lax.stop_gradient(x_TD @ w_DV)
+  wanted_TV = jax.nn.softmax(target_logits_TV)
   logits_TV = draft(params, x_TD) @ w_DV
   return jnp.mean(optax.softmax_cross_entropy(logits_TV, wanted_TV))
 
@@ -159,7 +160,13 @@ def main() -> int:
   params = jax.tree.map(float_array, shapes, is_leaf=lambda x: isinstance(x, tuple))
   targets_T = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
   batch = (float_array((num_tokens, width)), targets_T)
-  fit = Phase("fit", BODY, fit_loss, optax.adam(1e-3), steps=20)
+  fit = Phase(
+    "fit",
+    BODY,
+    fit_loss,
+    optax.adam(1e-3),
+    steps=20,
+  )
   match = Phase(
     "match",
     HEAD,
@@ -167,13 +174,13 @@ def main() -> int:
     optax.adam(1e-3),
     steps=10,
   )
-  counted = counted_flops(width, num_tokens)
+  flops = counted_flops(width, num_tokens)
   rows = {
-    "phase fit": compile_phase([fit, match], "fit", params, batch, counted["fit"]),
+    "phase fit": compile_phase([fit, match], "fit", params, batch, flops["fit"]),
     # Compiled separately, so that the program has no optimizer state of another phase.
-    "phase match": compile_phase([match], "match", params, batch, counted["match"]),
-    "set_to_zero": compile_masked(params, batch, counted["match"], clip=False),
-    "clip, set_to_zero": compile_masked(params, batch, counted["match"], clip=True),
+    "phase match": compile_phase([match], "match", params, batch, flops["match"]),
+    "set_to_zero": compile_masked(params, batch, flops["match"], clip=False),
+    "clip, set_to_zero": compile_masked(params, batch, flops["match"], clip=True),
   }
   report(rows, num_bytes(params), num_bytes(params["draft"]))
   return 0
@@ -206,9 +213,12 @@ def report(
     )
   console = Console(width=100)
   console.print(table)
+  all_mib = all_bytes / 2**20
+  head_mib = head_bytes / 2**20
+  device = jax.devices()[0].device_kind
   console.print(
-    f"parameters: {all_bytes / 2**20:.2f} MiB, of which the head {head_bytes / 2**20:.3f} "
-    f"({head_bytes / all_bytes:.1%}); {jax.devices()[0].device_kind}"
+    f"parameters: {all_mib:.2f} MiB, of which the head {head_mib:.3f} "
+    f"({head_bytes / all_bytes:.1%}); {device}"
   )
 
 

@@ -58,7 +58,11 @@ def stacked_steps(
 class StackedAdam:
   """Adam for stacked parameters, which it updates in place, with a learning rate per member."""
 
-  def __init__(self, params: dict[str, torch.Tensor], rates: Sequence[float]) -> None:
+  def __init__(
+    self,
+    params: dict[str, torch.Tensor],
+    rates: Sequence[float],
+  ) -> None:
     self._params = params
     self._first = {name: torch.zeros_like(value) for name, value in params.items()}
     self._second = {name: torch.zeros_like(value) for name, value in params.items()}

@@ -70,7 +70,11 @@ def shapes(layers: int, width: int) -> dict[str, tuple[int, ...]]:
   return tensors
 
 
-def write_checkpoint(folder: Path, layers: int, width: int) -> None:
+def write_checkpoint(
+  folder: Path,
+  layers: int,
+  width: int,
+) -> None:
   folder.mkdir()
   write_json(folder / "config.json", hf_config(layers, width))
   tensors = shapes(layers, width)
@@ -104,7 +108,12 @@ class Peaks(NamedTuple):
   to_hf: float
 
 
-def measure(root: Path, name: str, layers: int, width: int) -> Peaks:
+def measure(
+  root: Path,
+  name: str,
+  layers: int,
+  width: int,
+) -> Peaks:
   """Convert a checkpoint to a run and back, in subfolders of `root`."""
   folder = root / name
   write_checkpoint(folder, layers, width)
@@ -126,9 +135,13 @@ def main() -> None:
   sizes = {}
   for name, shape in shapes(args.layers, args.width).items():
     sizes[name] = BFLOAT16.itemsize * math.prod(shape)
-  layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+  layer = 0
+  for name, size in sizes.items():
+    if ".layers.0." in name:
+      layer += size
   largest = max(layer, sizes["lm_head.weight"])
-  print(f"checkpoint {sum(sizes.values()) / MB:,.0f} MB, largest layer {largest / MB:,.0f} MB")
+  whole = sum(sizes.values())
+  print(f"checkpoint {whole / MB:,.0f} MB, largest layer {largest / MB:,.0f} MB")
   for command, constant, total in zip(Peaks._fields, small, large, strict=True):
     print(
       f"{command}: peak {total / MB:,.0f} MB, of which {constant / MB:,.0f} MB for Python and JAX; "

@@ -152,7 +152,11 @@ def slope(changes: Sequence[float]) -> float:
   return float(gradient)
 
 
-def table(kind: str, width: int, changes: dict[str, list[float]]) -> str:
+def table(
+  kind: str,
+  width: int,
+  changes: dict[str, list[float]],
+) -> str:
   """A line per module: its change at each width, and the slope."""
   head = f"{kind:24}"
   for factor in FACTORS:

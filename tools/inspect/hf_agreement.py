@@ -85,7 +85,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
   return torch.tensor(np.asarray(array))
 
 
-def complete(apply: Apply, ids: list[int], length: int) -> list[int]:
+def complete(
+  apply: Apply,
+  ids: list[int],
+  length: int,
+) -> list[int]:
   """Tokens of a greedy completion to `length`, without a cache."""
   tokens = list(ids)
   for n in range(len(ids), length):

@@ -39,7 +39,8 @@ def _same_names() -> str:
     own = show(DEFAULTS[key])
     if _normalize(own) == _normalize(default):
       own = ""
-    rows.append((_code(key), _code(default), _code(own), OTHER_MEANING.get(key, "")))
+    meaning = OTHER_MEANING.get(key, "")
+    rows.append((_code(key), _code(default), _code(own), meaning))
   return head + _table(("key", "MaxText's default", "maxlite's", "here"), rows)
 
 
@@ -55,7 +56,8 @@ def _other_names() -> str:
   head = "\n## Other name\n\nVALUE is the value of MaxText's key.\n\n"
   rows = []
   for key, advice in OTHER_NAME.items():
-    rows.append((_code(key), _code(advice.replace("{value}", "VALUE"))))
+    text = advice.replace("{value}", "VALUE")
+    rows.append((_code(key), _code(text)))
   return head + _table(("MaxText", "write"), rows)
 
 
@@ -66,7 +68,8 @@ def _reasons() -> str:
     for reason, keys in reasons.items():
       names = [_code(key) for key in keys.split()]
       rows.append((reason, ", ".join(names)))
-    text += f"\n## {title}\n\n" + _table(("because", "MaxText's keys"), rows)
+    text += f"\n## {title}\n\n"
+    text += _table(("because", "MaxText's keys"), rows)
   return text
 
 
@@ -74,7 +77,8 @@ def _values() -> str:
   rows = []
   for key, advice in _advice_by_key().items():
     for value, text in advice.items():
-      rows.append((_code(f"{key}={value}"), text))
+      setting = f"{key}={value}"
+      rows.append((_code(setting), text))
   return "\n## Values\n\n" + _table(("MaxText", "here"), rows)
 
 

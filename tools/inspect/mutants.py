@@ -72,7 +72,8 @@ class Verdict:
 
 def read_mutants() -> list[Mutant]:
   """Read all mutants, in order."""
-  mutants = [Mutant(**entry) for entry in yaml.safe_load(MUTANTS.read_text("utf-8"))]
+  entries = yaml.safe_load(MUTANTS.read_text("utf-8"))
+  mutants = [Mutant(**entry) for entry in entries]
   names = [mutant.name for mutant in mutants]
   twice = {name for name in names if names.count(name) > 1}
   if twice:
@@ -87,7 +88,8 @@ def try_mutant(mutant: Mutant) -> Verdict:
     folder = Path(name)
     copy_sources(folder)
     target = folder / mutant.file
-    target.write_text(mutant.planted(target.read_text("utf-8")), "utf-8")
+    source = target.read_text("utf-8")
+    target.write_text(mutant.planted(source), "utf-8")
     code, output = run_tests(folder, mutant.tests)
   if code not in (PASSED, FAILED):
     raise RuntimeError(f"mutant {mutant.name}: pytest ended with {code}\n{output[-3000:]}")
@@ -118,7 +120,9 @@ def copy_sources(folder: Path) -> None:
 def run_tests(folder: Path, tests: str) -> tuple[int, str]:
   """Run pytest on the sources in `folder`; return its exit code and output."""
   command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
-  environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+  environment = dict(os.environ)
+  environment["PYTHONPATH"] = str(folder)
+  environment["PYTHONDONTWRITEBYTECODE"] = "1"
   try:
     done = subprocess.run(
       command,
@@ -142,7 +146,8 @@ def table(verdicts: list[Verdict]) -> str:
     if verdict.killer:
       test, _, _ = verdict.killer.partition("[")  # without its parameters
       killer = f"`{test}`"
-    lines.append(f"| {verdict.mutant.bug} | `{verdict.mutant.file}` | {killer} |")
+    mutant = verdict.mutant
+    lines.append(f"| {mutant.bug} | `{mutant.file}` | {killer} |")
   return "\n".join(lines) + "\n"
 
 

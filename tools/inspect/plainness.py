@@ -3,7 +3,8 @@
 Dense code takes fewer lines and more time to read. Counted per 1,000 lines of code, without
 comments and docstrings: lambdas with a name, assignments that pack unrelated values into one line,
 conditional expressions, comprehensions within comprehensions, and calls that unpack a sequence;
-and expressions per line. tests/test_architecture.py holds the figures of the package to GOALS.
+and expressions per line. tests/test_architecture.py holds the figures of maxlite/ and tools/ to
+GOALS.
 """
 
 import argparse

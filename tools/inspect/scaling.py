@@ -134,7 +134,11 @@ def main() -> None:
   PAGE.write_text(page)
 
 
-def _replace_table(page: str, name: str, lines: Iterator[str]) -> str:
+def _replace_table(
+  page: str,
+  name: str,
+  lines: Iterator[str],
+) -> str:
   """The page with these lines between the marks of a table."""
   begin = f"<!-- {name} -->\n"
   end = f"<!-- end of {name} -->"
