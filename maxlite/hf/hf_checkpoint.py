@@ -13,7 +13,7 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
-from maxlite.hf import block_fp8
+from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import (
   CONFIG,
@@ -84,8 +84,13 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
   quantization = None
   if (directory / CONFIG).is_file():  # a folder with weights alone is not quantized
     quantization = read_config(directory).get("quantization_config")
-  if quantization and quantization.get("quant_method") == block_fp8.METHOD:
+  method = None
+  if quantization:
+    method = quantization.get("quant_method")
+  if method == block_fp8.METHOD:
     return block_fp8.unpack_fp8(tensors, block_fp8.block_shape_of(quantization))
+  if method == packed_int4.METHOD:
+    return packed_int4.unpack_int4(tensors)
   return unpack(tensors)
 
 

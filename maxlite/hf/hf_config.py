@@ -10,7 +10,7 @@ from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, ModelConfig
 from maxlite.config.values import Setting, parse
-from maxlite.hf.block_fp8 import METHOD, block_shape_of
+from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
@@ -53,8 +53,10 @@ def _require_readable(quantization: Json, family: HfFamily, file: Path) -> None:
   method = None
   if isinstance(quantization, dict):
     method = quantization.get("quant_method")
-  if method == METHOD:
-    block_shape_of(quantization)
+  if method == block_fp8.METHOD:
+    block_fp8.block_shape_of(quantization)
+  elif method == packed_int4.METHOD:
+    packed_int4.require_int4(quantization)
   elif method is None or method != family.quantized:
     raise UserError(f"{file} has quantization_config: save the weights as bfloat16 first")
 

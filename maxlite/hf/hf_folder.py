@@ -31,8 +31,13 @@ DTYPES: dict[str, np.dtype] = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The types of packed weights (mxfp4.py, block_fp8.py).
-PACKED = {"U8": np.dtype("uint8"), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+# The types of packed weights (mxfp4.py, block_fp8.py, packed_int4.py).
+PACKED: dict[str, np.dtype] = {
+  "U8": np.dtype("uint8"),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "I32": np.dtype("int32"),
+  "I64": np.dtype("int64"),
+}
 ALIGNMENT = 8  # the first tensor of a file starts at a multiple of this many bytes
 
 
