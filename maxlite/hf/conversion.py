@@ -30,7 +30,7 @@ from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatt
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
-from maxlite.hf.hf_config import find_family, model_keys
+from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
 from maxlite.hf.hf_folder import shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params
@@ -96,6 +96,8 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   cfg = config_of_run(argv)
   target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
+  if not has_mtp_tensors(model):
+    model = dataclasses.replace(model, mtp_num_layers=0)
   family, hf = find_family(model)
   stored = _stored_parameters(cfg)
   abstract = abstract_params(model)
@@ -113,6 +115,8 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
     line += "; these are the weights, not their moving averages"
   if cfg.model.num_draft_heads:
     line += "; its draft heads are omitted, since this format does not support them"
+  if cfg.model.mtp_num_layers > model.mtp_num_layers:
+    line += "; its layers of multi-token prediction are omitted, since no such model_type has them"
   return line
 
 
@@ -228,12 +232,18 @@ def _require_same_weights(
 
 
 def _require_unchanged(keys: Mapping[str, Json], flat: Mapping[str, Json], file: str) -> None:
-  """Raise UserError unless `flat` has the values of `keys`; its vocabulary may be larger."""
+  """Raise UserError unless `flat` has the values of `keys`.
+
+  Its vocabulary may be larger, and it may have fewer layers of multi-token prediction.
+  """
   for name, value in keys.items():
     found = flat[name]
     if name == "vocab_size":
       is_allowed = found >= value
       remedy = "use that or more"
+    elif name == "mtp_num_layers":
+      is_allowed = found <= value
+      remedy = "use that or less"
     else:
       is_allowed = found == value
       remedy = "use that"

@@ -1,7 +1,7 @@
 """A Hugging Face model family as data: the keys of its config.json and the names of its tensors."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
@@ -63,6 +63,58 @@ class TensorRule:
     return self.ours
 
 
+@dataclasses.dataclass(frozen=True)
+class MtpTensors:
+  """The tensors of a family's layers of multi-token prediction (models/mtp.py).
+
+  Prefixes have {layer} for the number of the layer, which goes on from those of the decoder. A
+  family whose prefixes do not have it has at most one such layer.
+  """
+
+  prefix: str  # of the tensors of a layer
+  block_prefix: str  # of those of its decoder layer, which are named as the family's others
+  module: Sequence[TensorRule]  # rules of the other parameters of a layer, relative to it
+  # Rules of parameters outside of the layers, of which each layer has a copy.
+  copies: Sequence[TensorRule] = ()
+  key: str = "num_nextn_predict_layers"  # of config.json: the number of layers
+  default: int = 0  # the number if config.json lacks the key
+
+  @property
+  def projection(self) -> str:
+    """The name of a tensor that every layer has and that no other layer has."""
+    (name,) = (rule.theirs for rule in self.module if rule.ours == "projection/kernel")
+    return name
+
+  def prefixes(self, first_layer: int, num_layers: int) -> list[str]:
+    """Return the prefix of each layer, of which the first is layer `first_layer` of the model."""
+    numbers = range(first_layer, first_layer + num_layers)
+    return [self.prefix.format(layer=number) for number in numbers]
+
+  def stored_prefixes(self, first_layer: int, tensors: Collection[str]) -> list[str]:
+    """Return the prefixes of the layers that a checkpoint has."""
+    stored = []
+    for prefix in self.prefixes(first_layer, len(tensors)):
+      if prefix + self.projection not in tensors or prefix in stored:
+        break
+      stored.append(prefix)
+    return stored
+
+
+# As DeepSeek-V3 names them: one more layer of the decoder, with further tensors.
+MTP_LAYER = MtpTensors(
+  prefix="model.layers.{layer}.",
+  block_prefix="model.layers.{layer}.",
+  module=(
+    TensorRule("embedding_norm/scale", "enorm.weight", "d -> d"),
+    TensorRule("hidden_norm/scale", "hnorm.weight", "d -> d"),
+    TensorRule("projection/kernel", "eh_proj.weight", "f d -> d f"),
+    TensorRule("final_norm/scale", "shared_head.norm.weight", "d -> d"),
+  ),
+  copies=(
+    TensorRule("embed/embedding", "embed_tokens.weight", "v d -> v d"),
+    TensorRule("unembed/kernel", "shared_head.head.weight", "d v -> v d"),
+  ),
+)
 OUTER = (
   TensorRule("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
   TensorRule("final_norm/scale", "model.norm.weight", "d -> d"),
@@ -138,6 +190,7 @@ class HfFamily:
   outer: Sequence[TensorRule] = OUTER  # rules outside of layers
   layer_prefix: str = "model.layers.{layer}."  # precedes the names of the tensors of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights
+  mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
@@ -166,6 +219,8 @@ class HfFamily:
     }
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf)
     keys.update(self.ours)
+    if self.mtp:
+      keys["mtp_num_layers"] = _mtp_num_layers(hf, self.mtp)
     if keys.get("mscale") and not model.latent_attention:  # which alone scales the scores by it
       keys["mscale"] = 0.0
       keys["rope_attention_factor"] = keys["rope_attention_factor"] or 1.0
@@ -194,6 +249,8 @@ class HfFamily:
       hf["layer_types"] = self._layer_types(cfg.base_num_decoder_layers)
     if self.aux_loss_key:
       hf[self.aux_loss_key] = cfg.moe.load_balance_loss_weight
+    if self.mtp:
+      hf[self.mtp.key] = cfg.mtp_num_layers
     return hf | self.extra_to_hf(cfg)
 
   def block_rules(self, cfg: ModelConfig) -> list[TensorRule]:
@@ -218,6 +275,19 @@ class HfFamily:
   def _require_layer_types(self, hf: ConfigJson) -> None:
     if hf.get("layer_types") is not None:
       hf.require(layer_types=self._layer_types(hf["num_hidden_layers"]))
+
+
+def _mtp_num_layers(hf: ConfigJson, mtp: MtpTensors) -> int:
+  """Return the number of layers of multi-token prediction that config.json names."""
+  num_layers = mtp.default
+  if mtp.key in hf:
+    num_layers = hf.get(mtp.key) or 0
+  if num_layers > 1 and "{layer}" not in mtp.prefix:
+    raise UserError(
+      f"config.json has {mtp.key}={num_layers}, but maxlite supports only one layer of multi-token "
+      "prediction here: choose another checkpoint"
+    )
+  return num_layers
 
 
 def _num_kv_heads(hf: ConfigJson) -> int:

@@ -1,10 +1,9 @@
 """Convert parameters from and to the weights of a Hugging Face checkpoint, in chunks."""
 
 import dataclasses
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +13,7 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
 from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
 from maxlite.hf import block_fp8, packed_int4
-from maxlite.hf.family import HfFamily
+from maxlite.hf.family import HfFamily, MtpTensors
 from maxlite.hf.hf_folder import (
   CONFIG,
   DTYPES,
@@ -52,6 +51,9 @@ def params_from_hf(
     mappings.append(_with_vocab_size(mapping, vocab_size))
   by_name = {mapping.tensor: mapping for mapping in mappings}
   unexpected = {name for name in set(tensors) - set(by_name) if not _is_ignored(family, name)}
+  if family.mtp is not None:
+    unexpected -= _copies_in_mtp_layers(directory, family, cfg, tensors, by_name)
+    unexpected -= _tensors_of_unread_mtp_layers(family.mtp, cfg, tensors)
   if cfg.logits_via_embedding:
     unexpected -= _copies_of_embedding(family, tensors, by_name)
   missing = set(by_name) - set(tensors)
@@ -111,7 +113,7 @@ def write_weights(
 
   `read` is called once for each layer of a parameter, or for a parameter that is not stacked.
   """
-  mappings = tensor_mappings(family, cfg, params)
+  mappings = tensor_mappings(family, cfg, params, copies=True)
   writer = FolderWriter(directory, described(mappings), **options)
   write_tensors(writer, mappings, params, read)
 
@@ -130,9 +132,12 @@ def write_tensors(
 ) -> None:
   """Write the tensors of `mappings` and close the writer; see write_weights."""
   try:
-    # One group per layer of the same parameters, such as all of its experts.
-    for _, group in itertools.groupby(mappings, key=lambda m: (m.paths, m.index[:1])):
-      _write_layer(writer, list(group), params, read)
+    # One group per layer of the same parameters, such as all of its experts. It is read once.
+    groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[TensorMapping]] = {}
+    for mapping in mappings:
+      groups.setdefault((mapping.paths, mapping.index[:1]), []).append(mapping)
+    for group in groups.values():
+      _write_layer(writer, group, params, read)
   finally:
     writer.close()
 
@@ -176,15 +181,60 @@ def _copies_of_embedding(
   copy = outer["unembed/kernel"]
   if table not in tensors or copy not in tensors:
     return set()
-  if tensors[table].shape != tensors[copy].shape:
-    return set()
-  for block in mappings[table].blocks():
+  if _are_equal(tensors[copy], tensors[table], mappings[table]):
+    return {copy}
+  return set()
+
+
+def _are_equal(copy: TensorEntry, original: TensorEntry, mapping: TensorMapping) -> bool:
+  """Return whether two tensors have the same bits; `mapping` is that of the original."""
+  if copy.shape != original.shape or copy.dtype != original.dtype:
+    return False
+  for block in mapping.blocks():
     low, high = block.rows
-    embedding = tensors[table].read_rows(low, high)
-    projection = tensors[copy].read_rows(low, high)
-    if embedding.tobytes() != projection.tobytes():
-      return set()
-  return {copy}
+    if copy.read_rows(low, high).tobytes() != original.read_rows(low, high).tobytes():
+      return False
+  return True
+
+
+def _copies_in_mtp_layers(
+  directory: Path,
+  family: HfFamily,
+  cfg: ModelConfig,
+  tensors: Mapping[str, TensorEntry],
+  mappings: Mapping[str, TensorMapping],
+) -> set[str]:
+  """Return the copies of embedding and unembedding in the layers of multi-token prediction.
+
+  Raises:
+    UserError: one differs from the original, which the model would use in its place.
+  """
+  assert family.mtp is not None
+  outer = {rule.paths[0]: rule.theirs for rule in family.outer}
+  found = set()
+  for prefix in family.mtp.prefixes(cfg.base_num_decoder_layers, cfg.mtp_num_layers):
+    for rule in family.mtp.copies:
+      copy = prefix + rule.theirs
+      original = outer[rule.paths[0]]
+      if original not in mappings:  # The output projection of a tied model is the embedding.
+        original = outer["embed/embedding"]
+      if copy not in tensors or original not in tensors:
+        continue
+      if not _are_equal(tensors[copy], tensors[original], mappings[original]):
+        raise UserError(
+          f"{directory} has {copy}, which differs from {original}: maxlite supports only layers of "
+          "multi-token prediction that share it; write mtp_num_layers=0 to import without them"
+        )
+      found.add(copy)
+  return found
+
+
+def _tensors_of_unread_mtp_layers(
+  mtp: MtpTensors, cfg: ModelConfig, tensors: Collection[str]
+) -> set[str]:
+  """Return the tensors of layers of multi-token prediction beyond those that the model has."""
+  unread = mtp.stored_prefixes(cfg.base_num_decoder_layers, tensors)[cfg.mtp_num_layers :]
+  return {name for name in tensors if name.startswith(tuple(unread))}
 
 
 def _require_fit(name: str, shape: tuple[int, ...], tensor: TensorEntry) -> None:

@@ -45,6 +45,11 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
     setting = Setting(name, _as_text(value), str(file))
     typed[name] = parse(setting)
   _require_plausible(typed, directory)
+  if family.mtp is not None:
+    # transformers drops these layers when it saves a model, but keeps the key of config.json.
+    tensors = read_tensors(directory)
+    stored = family.mtp.stored_prefixes(typed["base_num_decoder_layers"], tensors)
+    typed["mtp_num_layers"] = min(typed["mtp_num_layers"], len(stored))
   return family, typed
 
 
@@ -89,6 +94,15 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, JsonObject]:
     lost = " ".join(different)
     reason = f"no supported Hugging Face family has {lost}"
   raise UserError(f"{reason}: this model cannot be exported")
+
+
+def has_mtp_tensors(cfg: ModelConfig) -> bool:
+  """Return whether a family of the model can have layers of multi-token prediction."""
+  for family in FAMILIES.values():
+    is_of_family = cfg.decoder_block in (family.decoder_block, *family.variants)
+    if is_of_family and family.mtp is not None:
+      return True
+  return False
 
 
 def _require_plausible(keys: Mapping[str, Json], directory: Path) -> None:

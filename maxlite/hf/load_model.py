@@ -133,7 +133,8 @@ def trainer_of_model(model: ModelConfig, mesh: Mesh | Mapping[str, int] | None =
   keys = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
   keys |= {"dcn_data_parallelism": 1, "sharding_tolerance": 1}
   cfg: Config = build(Config, DEFAULTS | keys)
-  length = 2 * max(degrees.get("context", 1), model.num_draft_heads + 1)
+  num_later = max(model.num_draft_heads, model.mtp_num_layers)
+  length = 2 * max(degrees.get("context", 1), num_later + 1)
   cfg = dataclasses.replace(
     cfg,
     model=model,

@@ -213,17 +213,28 @@ def _stack_places(
 
 
 def tensor_mappings(
-  family: HfFamily, cfg: ModelConfig, params: Mapping[str, jax.ShapeDtypeStruct]
+  family: HfFamily,
+  cfg: ModelConfig,
+  params: Mapping[str, jax.ShapeDtypeStruct],
+  *,
+  copies: bool = False,
 ) -> list[TensorMapping]:
   """Map all tensors of a model with `params`, {path: abstract array}, layer by layer.
+
+  Args:
+    copies: whether to map the copies of parameters too, next to those that they are copies of.
 
   Raises:
     UserError: the family has no tensor for a parameter.
   """
   mappings: list[TensorMapping] = []
-  for rule in family.outer:
+  outer = list(family.outer)
+  if copies:
+    outer = _with_copies(family, cfg)
+  for rule in outer:
     mappings += _mappings(rule, "", (), params)
   block = family.block_rules(cfg)
+  mappings += _mtp_mappings(family, cfg, block, params)
   for layer in layers(cfg):
     prefix = family.layer_prefix.format(layer=layer.number)
     for rule in block:
@@ -239,6 +250,47 @@ def tensor_mappings(
       "this model cannot be exported"
     )
   return _concatenated(mappings, family.row_groups(cfg))
+
+
+def _with_copies(family: HfFamily, cfg: ModelConfig) -> list[TensorRule]:
+  """Return the rules outside of layers, each followed by those of the copies in further layers."""
+  rules = []
+  for rule in family.outer:
+    rules.append(rule)
+    if family.mtp is None:
+      continue
+    for prefix in family.mtp.prefixes(cfg.base_num_decoder_layers, cfg.mtp_num_layers):
+      for copy in family.mtp.copies:
+        if copy.ours == rule.ours:
+          rules.append(dataclasses.replace(copy, theirs=prefix + copy.theirs))
+  return rules
+
+
+def _mtp_mappings(
+  family: HfFamily,
+  cfg: ModelConfig,
+  block: Sequence[TensorRule],
+  params: Mapping[str, jax.ShapeDtypeStruct],
+) -> list[TensorMapping]:
+  """Return the mappings of the layers of multi-token prediction.
+
+  Args:
+    block: the rules of a decoder layer.
+  """
+  if family.mtp is None:
+    return []
+  mappings = []
+  for j in range(cfg.mtp_num_layers):
+    number = cfg.base_num_decoder_layers + j
+    prefix = family.mtp.prefix.format(layer=number)
+    block_prefix = family.mtp.block_prefix.format(layer=number)
+    for rule in family.mtp.module:
+      module_rule = dataclasses.replace(rule, theirs=prefix + rule.theirs)
+      mappings += _mappings(module_rule, f"mtp/layers_{j}/", (), params)
+    for rule in block:
+      layer_rule = dataclasses.replace(rule, theirs=block_prefix + rule.theirs)
+      mappings += _mappings(layer_rule, f"mtp/layers_{j}/layer/", (), params)
+  return mappings
 
 
 def _concatenated(

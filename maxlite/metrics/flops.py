@@ -87,7 +87,7 @@ def train_flops(
   """
   if trained is None:
     trained = sizes.keys()
-  first = min(_stage(path) for path in trained)
+  first = _first_stage(trained)
   macs = 0
   for path, size in sizes.items():
     module, _, _ = path.partition("/")
@@ -99,11 +99,12 @@ def train_flops(
   if model.logits_via_embedding:
     weight = "embed/embedding"
   # A trained embedding makes all later layers need gradients, but its lookup is not a product.
-  backward = _backward_products("unembed", first, weight in trained)
   products = 1
   if logits:
-    products += backward
+    others = [path for path in trained if path.partition("/")[0] not in DRAFTERS]
+    products += _backward_products("unembed", _first_stage(others), weight in trained)
   if drafts:
+    backward = _backward_products("unembed", first, weight in trained)
     products += (model.num_draft_heads + model.mtp_num_layers) * (1 + backward)
   macs += products * model.vocab_size * model.base_emb_dim
   macs += _recurrence_macs_per_token(model, first)
@@ -113,6 +114,11 @@ def train_flops(
   if drafts:
     attention += flops_per_mac * _mtp_attention_macs_per_token(model, row_length, first)
   return Flops(flops_per_mac * macs + attention, attention)
+
+
+def _first_stage(trained: Collection[str]) -> int:
+  """The index in STAGES of the first module with one of these parameters; past the end if none."""
+  return min((_stage(path) for path in trained), default=len(STAGES))
 
 
 def _backward_products(stage: str, first: int, is_trained: bool) -> int:

@@ -299,6 +299,8 @@ def _gather_weight(step: _Step, weight: _Weight) -> None:
   uses = 2
   if weight.kind == "table" and not step.model.logits_via_embedding:
     uses = 1
+  if weight.kind == "table":
+    uses *= 1 + step.model.mtp_num_layers
   times = weight.num_layers * uses * step.num_micro
   _add_by_axis(step, weight, "all-gather", times, weight.size * step.compute_bytes)
 
@@ -375,7 +377,7 @@ def _gather_keys(step: _Step) -> None:
   axes = step.axes("activation_length")
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
-  layers = model.base_num_decoder_layers - model.num_recurrent_layers
+  layers = model.base_num_decoder_layers - model.num_recurrent_layers + model.mtp_num_layers
   gathers = 1
   if not step.is_saved("attention_out"):
     gathers = 2
@@ -392,6 +394,8 @@ def _dispatch_tokens(step: _Step) -> None:
   model = step.model
   axes = step.axes("exp")
   layers = model.num_moe_layers
+  if layers:
+    layers += model.mtp_num_layers
   collective = choose_dispatch(model.moe).collective
   payload = step.tokens * model.base_emb_dim * step.compute_bytes
   num_recomputed = 0

@@ -97,7 +97,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     host_activations = saved_bytes - _total(_activations(trainer, objective, full_remat))
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   in_layers = _activations(trainer, objective, save_all)
-  layer_bytes = _total(in_layers) / model.base_num_decoder_layers
+  layer_bytes = _total(in_layers) / (model.base_num_decoder_layers + model.mtp_num_layers)
   vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
   chunk_tokens = min(tokens, trainer.cfg.training.logits_chunk_tokens)
@@ -207,8 +207,12 @@ def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> li
 
     def hidden(trained: PyTree) -> jax.Array:
       variables = {"params": merge(trained, frozen)}
-      x_BTD, _ = model.apply(variables, tokens_BT, tokens_BT, tokens_BT, method=model.hidden)
-      return x_BTD
+      inputs = (tokens_BT, tokens_BT, tokens_BT)
+      x_BTD, _ = model.apply(variables, *inputs, method=model.hidden)
+      if not cfg.mtp_num_layers:
+        return x_BTD
+      y_BTJD, _ = model.apply(variables, x_BTD, *inputs, method=model.mtp_hidden)
+      return jnp.concatenate([x_BTD[:, :, None], y_BTJD], axis=2)
 
     _, backward = jax.vjp(hidden, trained)
     return backward

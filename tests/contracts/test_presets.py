@@ -82,6 +82,15 @@ def test_the_preset_for_laptops_keeps_the_defaults():
   assert (model.dtype, model.remat_policy) == ("float32", "none")
 
 
+def test_deepseek_v3_with_its_layer_of_multi_token_prediction_has_the_published_count():
+  """684,531,386,000 numbers on the hub: these, and the scales of blocks in fp8."""
+  model = load_config(["model_name=deepseek3-671b", "mtp_num_layers=1"]).model
+  sizes = parameter_sizes(model)
+  copies = 2 * model.vocab_size * model.base_emb_dim  # of embedding and output projection
+  assert sum(sizes.values()) + copies == 684_489_845_504
+  assert sum(sizes.values()) == PUBLISHED["deepseek3-671b"][0] + 11_610_068_224
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_parameter_counts(name):
   model = load_config([f"model_name={name}"]).model

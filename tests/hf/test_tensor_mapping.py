@@ -83,10 +83,14 @@ def test_weights_survive_the_round_trip_bitwise(model_type, tmp_path, small_chun
   arrays = arrays_of(folder)
   assert all(np.isfinite(array).all() for array in arrays.values())
 
+  reads = []
+
   def read(path, index):
+    reads.append(f"{path} {index}")
     return arrays[path][index]
 
   write_weights(tmp_path, family, model, params, read, shard_bytes=9_000)
+  assert len(reads) == len(set(reads))
   assert len(list(tmp_path.glob("*.safetensors"))) > 1
   got = {n: a for path in tmp_path.glob("*.safetensors") for n, a in load_file(path).items()}
   want = load_file(folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -11,10 +12,14 @@ from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, take_steps, t
 from tiny import uneven_batch as batch_of
 
 from maxlite.evaluation.held_out import compile_eval_step
+from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
 from maxlite.optim.labels import decay_mask
+from maxlite.planning.hlo import parse
+from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
+from maxlite.training.trainer import build_trainer
 
 J = 2
 FACTOR = 0.5
@@ -219,3 +224,27 @@ def test_evaluation_reports_the_acceptance_of_every_layer():
   for j, count in enumerate(sums["draft"]["drafts_J"]):
     # The last token of a document has no target.
     assert count == sum(max(length - 2 - j, 0) for length in lengths)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("trained", [".*", "mtp/.*"])
+def test_flops_equal_those_of_the_compiled_step(trained):
+  """The reference attention computes the full square, of which the estimate counts half."""
+  keys = {
+    "base_emb_dim": 32,
+    "base_mlp_dim": 96,
+    "logits_chunk_tokens": 4096,  # In chunks, logits are computed twice.
+    "attention": "reference",
+    "phases": f"[{{name: all, train: ['{trained}'], steps: 1}}]",
+  }
+  trainer = build_trainer(config_of(**KEYS | keys, **mesh_keys("")), jax.devices()[:1])
+  flops = train_flops(
+    trainer.cfg.model,
+    trainer.parameter_sizes,
+    trainer.batch_shape,
+    [path for path in trainer.parameter_sizes if re.fullmatch(trained, path)],
+    drafts=True,
+  )
+  assert trainer.flops_per_step == [flops.total]
+  compiled = matmul_flops(parse(trainer.lower_step(0).compile().as_text())).total
+  assert compiled == pytest.approx(flops.total + flops.attention, rel=0.02)

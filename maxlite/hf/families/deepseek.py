@@ -7,7 +7,16 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
-from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
+from maxlite.hf.family import (
+  DENSE_KEYS,
+  MTP_LAYER,
+  NORMS,
+  HfFamily,
+  Key,
+  TensorRule,
+  experts,
+  mlp,
+)
 
 # Our router by the topk_method of config.json.
 ROUTERS = {"greedy": "topk_softmax", "group_limited_greedy": "group_limited_greedy"}
@@ -82,7 +91,7 @@ def _v2_to_hf(cfg: ModelConfig) -> JsonObject:
 
 def v3_to_hf(cfg: ModelConfig) -> JsonObject:
   """Return keys that have one value, or follow from others."""
-  return _extra_to_hf(cfg) | {"num_nextn_predict_layers": 0}
+  return _extra_to_hf(cfg)
 
 
 def _query(cfg: ModelConfig) -> Sequence[TensorRule]:
@@ -192,9 +201,8 @@ V3 = dataclasses.replace(
   },
   extra_from_hf=v3_from_hf,
   extra_to_hf=v3_to_hf,
-  # The published draft model is one more layer, which transformers ignores too.
-  ignored=(*V2.ignored, r"model\.layers\.61\..*"),
-  unread=("num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim"),
+  mtp=MTP_LAYER,
+  unread=("num_mtp_layers", "qk_head_dim"),
 )
 # transformers has no class of this type: its files have every key.
 KIMI_K2 = dataclasses.replace(V3, model_type="kimi_k2", defaults={"rope_theta": 10_000.0})

@@ -7,7 +7,16 @@ from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
-from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, experts, mlp
+from maxlite.hf.family import (
+  BLOCK,
+  DENSE_KEYS,
+  MTP_LAYER,
+  HfFamily,
+  Key,
+  TensorRule,
+  experts,
+  mlp,
+)
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
@@ -20,7 +29,6 @@ def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {
     "use_qk_norm": cfg.family.qk_norm == "head",
     "partial_rotary_factor": cfg.rope.partial_rotary_factor,
-    "num_nextn_predict_layers": 0,
   }
 
 
@@ -77,9 +85,8 @@ GLM4_MOE = HfFamily(
   partial_rotary=True,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
-  # The published draft model is one more layer, which transformers ignores too.
-  ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.(46|92)\..*"),
-  unread=("num_mtp_layers", "num_nextn_predict_layers"),
+  mtp=MTP_LAYER,
+  unread=("num_mtp_layers",),
 )
 
 
@@ -143,6 +150,5 @@ GLM4_MOE_LITE = dataclasses.replace(
   nullable=("q_lora_rank",),
   extra_from_hf=_lite_from_hf,
   extra_to_hf=_lite_to_hf,
-  ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.47\..*"),
 )
 FAMILIES = (GLM4_MOE, GLM4_MOE_LITE)

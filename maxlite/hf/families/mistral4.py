@@ -133,7 +133,7 @@ MISTRAL4 = dataclasses.replace(
   rope_to_hf=_rope_to_hf,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
-  ignored=(r".*\.rotary_emb\.inv_freq",),
+  mtp=None,
   unread=(),
 )
 FAMILIES = (MISTRAL4,)

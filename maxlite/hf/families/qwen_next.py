@@ -14,6 +14,7 @@ from maxlite.hf.family import (
   QK_NORM,
   HfFamily,
   Key,
+  MtpTensors,
   TensorRule,
   experts,
   mlp,
@@ -176,8 +177,18 @@ _MIXTURE_DEFAULTS = {
   "moe_intermediate_size": 512,
   "shared_expert_intermediate_size": 512,
 }
-# The draft model, which transformers ignores too.
-_IGNORED = (r".*\.rotary_emb\.inv_freq", r"mtp\..*")
+# Published files have the layer; those of Qwen3-Next have no key for it.
+_MTP = MtpTensors(
+  prefix="mtp.",
+  block_prefix="mtp.layers.0.",
+  module=(
+    TensorRule("embedding_norm/scale", "pre_fc_norm_embedding.weight", "d -> d"),
+    TensorRule("hidden_norm/scale", "pre_fc_norm_hidden.weight", "d -> d"),
+    TensorRule("projection/kernel", "fc.weight", "f d -> d f"),
+    TensorRule("final_norm/scale", "norm.weight", "d -> d"),
+  ),
+  default=1,
+)
 QWEN3_NEXT = HfFamily(
   "qwen3_next",
   "Qwen3NextForCausalLM",
@@ -202,7 +213,7 @@ QWEN3_NEXT = HfFamily(
   extra_from_hf=_mixture_from_hf,
   extra_to_hf=_next_to_hf,
   row_groups=_groups,
-  ignored=_IGNORED,
+  mtp=_MTP,
   unread=("intermediate_size",),  # of dense layers, which are not supported
 )
 QWEN3_5 = HfFamily(
@@ -222,7 +233,8 @@ QWEN3_5 = HfFamily(
   partial_rotary=True,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
-  ignored=_IGNORED,
+  required={"mtp_use_dedicated_embeddings": False},
+  mtp=dataclasses.replace(_MTP, key="mtp_num_hidden_layers"),
 )
 QWEN3_5_MOE = dataclasses.replace(
   QWEN3_5,

@@ -1,0 +1,222 @@
+"""Layers of multi-token prediction under their published names."""
+
+import json
+import shutil
+from importlib.util import find_spec
+
+import jax
+import numpy as np
+import pytest
+from hf_measure import FIXTURES, as_numpy
+from safetensors.numpy import load_file, save_file
+from slow_cases import fast_only
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import DEFAULTS, ModelConfig, build
+from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
+from maxlite.hf.hf_config import find_family, model_keys
+from maxlite.hf.load_model import abstract_params, load
+
+# The published names of the tensors around the decoder layer, and their shapes for a width d.
+LAYER = {
+  "enorm.weight": "d",
+  "hnorm.weight": "d",
+  "eh_proj.weight": "d 2d",
+  "shared_head.norm.weight": "d",
+}
+COPIES = {
+  "embed_tokens.weight": "model.embed_tokens.weight",
+  "shared_head.head.weight": "lm_head.weight",
+}
+QWEN = {
+  "pre_fc_norm_embedding.weight": "d",
+  "pre_fc_norm_hidden.weight": "d",
+  "fc.weight": "d 2d",
+  "norm.weight": "d",
+}
+MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
+
+
+def is_qwen(model_type):
+  return model_type.startswith("qwen")
+
+
+def prefixes_of(model_type, num_layers):
+  """(prefix of the tensors around the decoder layer, that of the decoder layer)."""
+  if is_qwen(model_type):
+    return "mtp.", "mtp.layers.0."
+  return f"model.layers.{num_layers}.", f"model.layers.{num_layers}."
+
+
+@pytest.fixture
+def published(tmp_path):
+  """Make a folder of a model type with one layer, as it is published."""
+
+  def make(model_type, **changes):
+    folder = tmp_path / model_type
+    shutil.copytree(FIXTURES / model_type, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if model_type == "qwen3_next":
+      config.pop("num_nextn_predict_layers", None)  # published files do not have it
+    elif is_qwen(model_type):
+      config["mtp_num_hidden_layers"] = 1
+    else:
+      config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    num_layers = config["num_hidden_layers"]
+    width = config["hidden_size"]
+    draw = np.random.default_rng(0)
+    tensors = load_file(folder / "model.safetensors")
+    prefix, block_prefix = prefixes_of(model_type, num_layers)
+    last = f"model.layers.{num_layers - 1}."
+    for name, tensor in list(tensors.items()):
+      if name.startswith(last):
+        noise = 0.3 * draw.standard_normal(tensor.shape)
+        tensors[block_prefix + name.removeprefix(last)] = (tensor + noise).astype(tensor.dtype)
+    shapes = {"d": (width,), "d 2d": (width, 2 * width)}
+    for name, shape in (QWEN if is_qwen(model_type) else LAYER).items():
+      tensors[prefix + name] = draw.standard_normal(shapes[shape]).astype(np.float32)
+    if not is_qwen(model_type):
+      for name, original in COPIES.items():
+        tensors[prefix + name] = tensors[original].copy()
+    tensors |= changes
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+  return make
+
+
+def imported(folder, **changes):
+  """(family, model config, {path: array}) of a folder."""
+  family, keys = model_keys(folder)
+  model = build(ModelConfig, DEFAULTS | keys | changes)
+  vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+  found = params_from_hf(folder, family, model, vocab_size, abstract_params(model))
+  return family, model, {path: as_numpy(stream) for path, stream in found.items()}
+
+
+@pytest.mark.parametrize("model_type", fast_only(MODEL_TYPES, "deepseek_v3", "qwen3_next"))
+def test_the_layer_survives_the_round_trip_bitwise(model_type, published, tmp_path):
+  folder = published(model_type)
+  family, model, arrays = imported(folder)
+  assert model.mtp_num_layers == 1
+  find_family(model)  # raises if no config.json expresses the model
+  assert family.config_from_hf(family.config_to_hf(model))["mtp_num_layers"] == 1
+
+  reads = []
+
+  def read(path, index):
+    reads.append(f"{path} {index}")
+    return arrays[path][index]
+
+  out = tmp_path / "out"
+  out.mkdir()
+  write_weights(out, family, model, abstract_params(model), read)
+  assert len(reads) == len(set(reads))  # copies are not read again
+  got = {n: a for path in out.glob("*.safetensors") for n, a in load_file(path).items()}
+  want = load_file(folder / "model.safetensors")
+  assert got.keys() == want.keys()
+  for name, array in want.items():
+    assert got[name].tobytes() == array.tobytes(), name
+
+
+def test_a_model_may_be_imported_without_its_layer(published):
+  folder = published("deepseek_v3")
+  _, model, arrays = imported(folder, mtp_num_layers=0)
+  _, plain, plain_arrays = imported(FIXTURES / "deepseek_v3")
+  assert model.mtp_num_layers == plain.mtp_num_layers == 0
+  jax.tree.map(np.testing.assert_array_equal, arrays, plain_arrays)
+
+
+def test_a_layer_with_another_embedding_is_refused(published):
+  number = json.loads((FIXTURES / "glm4_moe" / "config.json").read_text())["num_hidden_layers"]
+  name = f"model.layers.{number}.embed_tokens.weight"
+  other = load_file(FIXTURES / "glm4_moe" / "model.safetensors")["model.embed_tokens.weight"] + 1
+  with pytest.raises(UserError, match=r"embed_tokens\.weight, which differs from model\.embed_tok"):
+    imported(published("glm4_moe", **{name: other}))
+
+
+def test_a_further_decoder_layer_is_no_layer_of_multi_token_prediction(tmp_path):
+  folder = tmp_path / "folder"
+  shutil.copytree(FIXTURES / "deepseek_v3", folder)
+  tensors = load_file(folder / "model.safetensors")
+  number = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+  name = f"model.layers.{number}.input_layernorm.weight"
+  tensors[name] = tensors["model.norm.weight"].copy()
+  save_file(tensors, folder / "model.safetensors")
+  with pytest.raises(UserError, match=f"has 1 tensors .*: {name}"):
+    imported(folder)
+
+
+@pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+def test_logits_equal_those_of_the_layers_of_transformers(published):
+  """DeepSeek-V3 (2024), eq. 21 to 23, from the modules that transformers has."""
+  import torch
+  from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+  from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+  )
+
+  folder = published("deepseek_v3")
+  config = DeepseekV3Config.from_pretrained(folder, attn_implementation="eager")
+  theirs = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+  prefix = f"model.layers.{config.num_hidden_layers}."
+  tensors = {}
+  for name, tensor in load_file(folder / "model.safetensors").items():
+    if name.startswith(prefix):
+      tensors[name.removeprefix(prefix)] = torch.from_numpy(tensor)
+
+  def norm(name, x):
+    module = DeepseekV3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    module.weight.data = tensors[f"{name}.weight"]
+    return module(x)
+
+  config.num_hidden_layers += 1
+  layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1).eval()
+  state = layer.state_dict()
+  by_expert = {name: tensor for name, tensor in tensors.items() if name in state}
+  for stacked, parts in {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+  }.items():
+    experts = []
+    for e in range(config.n_routed_experts):
+      experts.append(torch.cat([tensors[f"mlp.experts.{e}.{part}.weight"] for part in parts]))
+    by_expert[stacked] = torch.stack(experts)
+  layer.load_state_dict(by_expert)
+  length = 9
+  tokens = torch.from_numpy(np.random.default_rng(0).integers(config.vocab_size, size=(2, length)))
+  with torch.no_grad():
+    hidden = theirs.model(tokens).last_hidden_state[:, :-1]
+    embedding = theirs.model.embed_tokens(tokens)[:, 1:]
+    pair = torch.cat([norm("enorm", embedding), norm("hnorm", hidden)], dim=-1)
+    x = pair @ tensors["eh_proj.weight"].T
+    places = torch.arange(length - 1)[None]
+    mask = torch.full((length - 1, length - 1), -torch.inf).triu(1)[None, None]
+    x = layer(
+      x,
+      attention_mask=mask,
+      position_ids=places,
+      position_embeddings=theirs.model.rotary_emb(x, places),
+    )
+    x = x[0] if isinstance(x, tuple) else x
+    want = theirs.lm_head(norm("shared_head.norm", x)).numpy()
+
+  model, params = load(folder, dtype="float32")
+  decoder = model.decoder
+  tokens_BT = tokens.numpy().astype(np.int32)
+  position_BT = np.broadcast_to(np.arange(length, dtype=np.int32), tokens_BT.shape)
+  inputs = (tokens_BT, np.ones_like(tokens_BT), position_BT)
+
+  @jax.jit
+  def logits(params):
+    x_BTD, _ = decoder.apply({"params": params}, *inputs, method=decoder.hidden)
+    y_BTJD, _ = decoder.apply({"params": params}, x_BTD, *inputs, method=decoder.mtp_hidden)
+    return decoder.apply({"params": params}, y_BTJD[:, :, 0], method=decoder.logits)
+
+  got = np.asarray(logits(params))[:, :-1]
+  np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
