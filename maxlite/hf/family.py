@@ -67,8 +67,8 @@ class TensorRule:
 class MtpTensors:
   """The tensors of a family's layers of multi-token prediction (models/mtp.py).
 
-  Prefixes have {layer} for the number of the layer, which goes on from those of the decoder. A
-  family whose prefixes do not have it has at most one such layer.
+  Prefixes have {layer} for the number of the layer, counted after those of the decoder. A family
+  whose prefixes do not have it has at most one such layer.
   """
 
   prefix: str  # of the tensors of a layer

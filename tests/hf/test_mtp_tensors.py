@@ -48,42 +48,42 @@ def prefixes_of(model_type, num_layers):
   return f"model.layers.{num_layers}.", f"model.layers.{num_layers}."
 
 
-@pytest.fixture
-def published(tmp_path):
+def publish(folder, model_type, **changes):
   """Make a folder of a model type with one layer, as it is published."""
+  shutil.copytree(FIXTURES / model_type, folder)
+  config = json.loads((folder / "config.json").read_text())
+  if model_type == "qwen3_next":
+    config.pop("num_nextn_predict_layers", None)  # published files do not have it
+  elif is_qwen(model_type):
+    config["mtp_num_hidden_layers"] = 1
+  else:
+    config["num_nextn_predict_layers"] = 1
+  (folder / "config.json").write_text(json.dumps(config))
+  tensors = load_file(folder / "model.safetensors")
+  tensors |= layer_tensors(model_type, config, tensors) | changes
+  save_file(tensors, folder / "model.safetensors")
+  return folder
 
-  def make(model_type, **changes):
-    folder = tmp_path / model_type
-    shutil.copytree(FIXTURES / model_type, folder)
-    config = json.loads((folder / "config.json").read_text())
-    if model_type == "qwen3_next":
-      config.pop("num_nextn_predict_layers", None)  # published files do not have it
-    elif is_qwen(model_type):
-      config["mtp_num_hidden_layers"] = 1
-    else:
-      config["num_nextn_predict_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
-    num_layers = config["num_hidden_layers"]
-    width = config["hidden_size"]
-    draw = np.random.default_rng(0)
-    tensors = load_file(folder / "model.safetensors")
-    prefix, block_prefix = prefixes_of(model_type, num_layers)
-    last = f"model.layers.{num_layers - 1}."
-    for name, tensor in list(tensors.items()):
-      if name.startswith(last):
-        noise = 0.3 * draw.standard_normal(tensor.shape)
-        tensors[block_prefix + name.removeprefix(last)] = (tensor + noise).astype(tensor.dtype)
-    shapes = {"d": (width,), "d 2d": (width, 2 * width)}
-    for name, shape in (QWEN if is_qwen(model_type) else LAYER).items():
-      tensors[prefix + name] = draw.standard_normal(shapes[shape]).astype(np.float32)
-    if not is_qwen(model_type):
-      for name, original in COPIES.items():
-        tensors[prefix + name] = tensors[original].copy()
-    tensors |= changes
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
-  return make
+def layer_tensors(model_type, config, tensors):
+  """The tensors of the layer, with the shapes of the decoder's last one."""
+  num_layers = config["num_hidden_layers"]
+  width = config["hidden_size"]
+  draw = np.random.default_rng(0)
+  prefix, block_prefix = prefixes_of(model_type, num_layers)
+  last = f"model.layers.{num_layers - 1}."
+  made = {}
+  for name, tensor in tensors.items():
+    if name.startswith(last):
+      noise = 0.3 * draw.standard_normal(tensor.shape)
+      made[block_prefix + name.removeprefix(last)] = (tensor + noise).astype(tensor.dtype)
+  shapes = {"d": (width,), "d 2d": (width, 2 * width)}
+  for name, shape in (QWEN if is_qwen(model_type) else LAYER).items():
+    made[prefix + name] = draw.standard_normal(shapes[shape]).astype(np.float32)
+  if not is_qwen(model_type):
+    for name, original in COPIES.items():
+      made[prefix + name] = tensors[original].copy()
+  return made
 
 
 def imported(folder, **changes):
@@ -96,8 +96,8 @@ def imported(folder, **changes):
 
 
 @pytest.mark.parametrize("model_type", fast_only(MODEL_TYPES, "deepseek_v3", "qwen3_next"))
-def test_the_layer_survives_the_round_trip_bitwise(model_type, published, tmp_path):
-  folder = published(model_type)
+def test_the_layer_survives_the_round_trip_bitwise(model_type, tmp_path):
+  folder = publish(tmp_path / "in", model_type)
   family, model, arrays = imported(folder)
   assert model.mtp_num_layers == 1
   find_family(model)  # raises if no config.json expresses the model
@@ -120,20 +120,20 @@ def test_the_layer_survives_the_round_trip_bitwise(model_type, published, tmp_pa
     assert got[name].tobytes() == array.tobytes(), name
 
 
-def test_a_model_may_be_imported_without_its_layer(published):
-  folder = published("deepseek_v3")
+def test_a_model_may_be_imported_without_its_layer(tmp_path):
+  folder = publish(tmp_path / "in", "deepseek_v3")
   _, model, arrays = imported(folder, mtp_num_layers=0)
   _, plain, plain_arrays = imported(FIXTURES / "deepseek_v3")
   assert model.mtp_num_layers == plain.mtp_num_layers == 0
   jax.tree.map(np.testing.assert_array_equal, arrays, plain_arrays)
 
 
-def test_a_layer_with_another_embedding_is_refused(published):
+def test_a_layer_with_another_embedding_is_refused(tmp_path):
   number = json.loads((FIXTURES / "glm4_moe" / "config.json").read_text())["num_hidden_layers"]
   name = f"model.layers.{number}.embed_tokens.weight"
   other = load_file(FIXTURES / "glm4_moe" / "model.safetensors")["model.embed_tokens.weight"] + 1
   with pytest.raises(UserError, match=r"embed_tokens\.weight, which differs from model\.embed_tok"):
-    imported(published("glm4_moe", **{name: other}))
+    imported(publish(tmp_path / "in", "glm4_moe", **{name: other}))
 
 
 def test_a_further_decoder_layer_is_no_layer_of_multi_token_prediction(tmp_path):
@@ -148,37 +148,14 @@ def test_a_further_decoder_layer_is_no_layer_of_multi_token_prediction(tmp_path)
     imported(folder)
 
 
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
-def test_logits_equal_those_of_the_layers_of_transformers(published):
-  """DeepSeek-V3 (2024), eq. 21 to 23, from the modules that transformers has."""
+def their_layer(config, tensors):
+  """The decoder layer of transformers after those of `config`, with these tensors."""
   import torch
-  from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-  from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3DecoderLayer,
-    DeepseekV3RMSNorm,
-  )
+  from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
-  folder = published("deepseek_v3")
-  config = DeepseekV3Config.from_pretrained(folder, attn_implementation="eager")
-  theirs = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-  prefix = f"model.layers.{config.num_hidden_layers}."
-  tensors = {}
-  for name, tensor in load_file(folder / "model.safetensors").items():
-    if name.startswith(prefix):
-      tensors[name.removeprefix(prefix)] = torch.from_numpy(tensor)
-
-  def norm(name, x):
-    module = DeepseekV3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    module.weight.data = tensors[f"{name}.weight"]
-    return module(x)
-
-  config.num_hidden_layers += 1
   layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers - 1).eval()
-  state = layer.state_dict()
-  by_expert = {name: tensor for name, tensor in tensors.items() if name in state}
+  names = layer.state_dict()
+  state = {name: tensor for name, tensor in tensors.items() if name in names}
   for stacked, parts in {
     "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     "mlp.experts.down_proj": ("down_proj",),
@@ -186,30 +163,57 @@ def test_logits_equal_those_of_the_layers_of_transformers(published):
     experts = []
     for e in range(config.n_routed_experts):
       experts.append(torch.cat([tensors[f"mlp.experts.{e}.{part}.weight"] for part in parts]))
-    by_expert[stacked] = torch.stack(experts)
-  layer.load_state_dict(by_expert)
-  length = 9
-  tokens = torch.from_numpy(np.random.default_rng(0).integers(config.vocab_size, size=(2, length)))
+    state[stacked] = torch.stack(experts)
+  layer.load_state_dict(state)
+  return layer
+
+
+def their_logits(folder, tokens_BT):
+  """The logits of the layer in a folder of DeepSeek-V3, from the modules that transformers has."""
+  import torch
+  from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+  config = DeepseekV3Config.from_pretrained(folder, attn_implementation="eager")
+  model = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+  prefix = f"model.layers.{config.num_hidden_layers}."
+  tensors = {}
+  for name, tensor in load_file(folder / "model.safetensors").items():
+    if name.startswith(prefix):
+      tensors[name.removeprefix(prefix)] = torch.from_numpy(tensor)
+
+  def norm(name, x):
+    return torch.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps)
+
   with torch.no_grad():
-    hidden = theirs.model(tokens).last_hidden_state[:, :-1]
-    embedding = theirs.model.embed_tokens(tokens)[:, 1:]
+    tokens = torch.from_numpy(tokens_BT).long()
+    hidden = model.model(tokens).last_hidden_state[:, :-1]
+    embedding = model.model.embed_tokens(tokens)[:, 1:]
     pair = torch.cat([norm("enorm", embedding), norm("hnorm", hidden)], dim=-1)
     x = pair @ tensors["eh_proj.weight"].T
-    places = torch.arange(length - 1)[None]
-    mask = torch.full((length - 1, length - 1), -torch.inf).triu(1)[None, None]
-    x = layer(
+    num_places = x.shape[1]
+    places = torch.arange(num_places)[None]
+    x = their_layer(config, tensors)(
       x,
-      attention_mask=mask,
+      attention_mask=torch.full((num_places, num_places), -torch.inf).triu(1)[None, None],
       position_ids=places,
-      position_embeddings=theirs.model.rotary_emb(x, places),
+      position_embeddings=model.model.rotary_emb(x, places),
     )
-    x = x[0] if isinstance(x, tuple) else x
-    want = theirs.lm_head(norm("shared_head.norm", x)).numpy()
+    if isinstance(x, tuple):
+      x = x[0]
+    return model.lm_head(norm("shared_head.norm", x)).numpy()
 
+
+@pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+def test_logits_equal_those_of_the_modules_of_transformers(tmp_path):
+  """DeepSeek-V3 (2024), eq. 21 to 23, with the embedding first."""
+  folder = publish(tmp_path / "in", "deepseek_v3")
   model, params = load(folder, dtype="float32")
   decoder = model.decoder
-  tokens_BT = tokens.numpy().astype(np.int32)
-  position_BT = np.broadcast_to(np.arange(length, dtype=np.int32), tokens_BT.shape)
+  tokens_BT = np.random.default_rng(0).integers(model.cfg.vocab_size, size=(2, 9), dtype=np.int32)
+  position_BT = np.broadcast_to(np.arange(9, dtype=np.int32), tokens_BT.shape)
   inputs = (tokens_BT, np.ones_like(tokens_BT), position_BT)
 
   @jax.jit
@@ -219,4 +223,5 @@ def test_logits_equal_those_of_the_layers_of_transformers(published):
     return decoder.apply({"params": params}, y_BTJD[:, :, 0], method=decoder.logits)
 
   got = np.asarray(logits(params))[:, :-1]
+  want = their_logits(folder, tokens_BT)
   np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
