@@ -106,7 +106,7 @@ def trainer_with_shared_programs(cfg: Config) -> Trainer:
   def init_state(params: object = None) -> TrainState:
     return _compiled_init(shared)(np.uint32(cfg.run.init_weights_seed), params)
 
-  vars(trainer).update(train_step=shared.train_step, init_state=init_state, programs=key)
+  vars(trainer).update(step_programs=shared.step_programs, init_state=init_state, programs=key)
   return trainer
 
 

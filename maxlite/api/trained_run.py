@@ -141,6 +141,7 @@ class Run:
       placed = self.trainer.place(self._checked(batch))
       inputs = self.trainer.with_extra_inputs(placed)
       state, metrics = self.trainer.train_step(state, inputs)
+      state = self.trainer.confirm(state)
       rows.append(step_row(len(rows) + 1, jax.device_get(metrics)))
     after = dataclasses.replace(
       self,

@@ -152,6 +152,11 @@ def _member(cfg: Config, index: int, raw: _RawMember) -> MemberConfig:
   for setting in (*preset, *raw.settings):
     sources[setting.name] = setting.source
   check_rules(config, sources, needs_data=False)
+  if config.model.moe.replays_overflow and config.model.family.is_moe:
+    raise raw.error(
+      f"member {raw.name} has ragged_buffer_factor={config.model.moe.ragged_buffer_factor}, but "
+      "steps of members are not replayed; write ragged_overflow=drop, or ragged_buffer_factor=-1"
+    )
   for phase in phases_of(config):
     if phase.data != config.data:
       raise raw.error(

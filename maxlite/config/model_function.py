@@ -12,8 +12,8 @@ EXECUTION = {
   "scan_layers", "scan_unroll", "routed_bias_update_rate", "float32_gate_logits",
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
-  "ragged_buffer_factor", "megablox", "grouped_matmul", "lora_alpha", "gdn_chunk_size",
-  "rope_long_context",
+  "ragged_buffer_factor", "ragged_overflow", "megablox", "grouped_matmul", "lora_alpha",
+  "gdn_chunk_size", "rope_long_context",
   *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip

@@ -418,6 +418,7 @@ STEP_TRANSFORMS = Registry(
   local_updates="maxlite.training.transforms.local_updates:build_local_updates",
   phases="maxlite.training.transforms.alternating_phases:build_alternating_phases",
   teacher="maxlite.training.transforms.teacher:build_teacher",
+  overflow_replay="maxlite.training.transforms.overflow_replay:build_overflow_replay",
 )
 # Folders with the parameters of a model: see training/model_weights.py.
 WEIGHT_FORMATS = Registry(

@@ -18,6 +18,7 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.sharding.sharding_report import ParameterSharding
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
+from maxlite.training.transforms.teacher import TEACHER
 
 FLOAT32_BYTES = 4
 
@@ -111,7 +112,7 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     gathered_weights=_largest_kernel(trainer) * (2 * weight_bytes + FLOAT32_BYTES),
     unembedding=model.base_emb_dim * vocab * (weight_bytes + FLOAT32_BYTES),
     logits=2 * FLOAT32_BYTES * chunk_tokens * vocab,
-    teacher=bytes_per_device(trainer.abstract_extra_inputs),
+    teacher=bytes_per_device(trainer.abstract_extra_inputs.get(TEACHER)),
     host_optimizer=host_optimizer,
     host_activations=host_activations,
   )

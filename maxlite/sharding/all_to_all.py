@@ -47,6 +47,7 @@ class DispatchPlan:
   to_tokens: Chunks
   group_sizes_e: jax.Array  # rows that arrive for each expert of this shard
   num_dropped: jax.Array  # rows of this shard that do not fit in a buffer
+  num_needed: jax.Array  # rows for the experts of this shard, also those that do not fit
   may_drop: bool = struct.field(pytree_node=False)
   mesh_axes: MeshAxes = struct.field(pytree_node=False)
   num_sent: int = struct.field(pytree_node=False)  # rows of the sender's buffer
@@ -74,6 +75,7 @@ def plan_dispatch(
   per_shard_Pe = jnp.sum(kept_PE, axis=0, dtype=jnp.int32).reshape(num_shards, -1)
   group_start_1E = _exclusive_cumsum(per_shard_Pe, axis=1).reshape(1, -1)
   landed_PE = group_start_1E + _exclusive_cumsum(kept_PE, axis=0)
+  needed_P = jnp.sum(counts_PE.reshape(num_shards, num_shards, -1), axis=(0, 2), dtype=jnp.int32)
   mine = functools.partial(_row_of_this_shard, mesh_axes)
   for_me = functools.partial(_columns_of_this_shard, mesh_axes)
   return DispatchPlan(
@@ -81,6 +83,7 @@ def plan_dispatch(
     to_tokens=Chunks(for_me(landed_PE), for_me(kept_PE), for_me(sent_PE), mine(kept_PE)),
     group_sizes_e=mine(per_shard_Pe),
     num_dropped=jnp.sum(mine(counts_PE) - mine(kept_PE), dtype=jnp.int32),
+    num_needed=mine(needed_P),
     may_drop=may_drop,
     mesh_axes=mesh_axes,
     num_sent=num_sent,

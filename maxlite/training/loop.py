@@ -31,6 +31,12 @@ class LoopTrainer(Protocol):
   def next_batch(self, stream: Any, state: PyTree) -> PyTree:
     """The batch of the next step."""
 
+  def confirm(self, state: PyTree) -> PyTree:
+    """The state after the steps taken so far; until then it may be provisional.
+
+    The metrics of the latest step may be provisional too, until the next step or this call.
+    """
+
 
 class CheckpointSaver(Protocol):
   """Checkpoints of one model, or of all members of an ensemble."""
@@ -107,6 +113,8 @@ def train(
       timer.switch(STEP)  # the first call returns after compilation
       context.profiler.after_step(metrics)
       log.add(step, metrics)
+      if is_last or _is_state_read(trainer.cfg, step):
+        state = trainer.confirm(state)
       difference = _replica_difference(context, step, state)
       if difference:
         log.settle()
@@ -114,12 +122,25 @@ def train(
       _evaluate_if_due(context, watchdog, state, step, is_last=is_last)
       stop = _find_stop(log, signals.after(step), is_last=is_last)
       ends = is_last or bool(stop.reason)
+      if ends:
+        state = trainer.confirm(state)
       _save_if_due(context, watchdog, state, stream, step, is_last=ends)
       if stop.reason:
         break
     log.settle()
     result = TrainResult(state, step, stop.reason, stop.exit_code)
     return _with_late_signal(result, signals.after_last())
+
+
+def _is_state_read(cfg: Config, step: int) -> bool:
+  """Whether more than the next step may read the state after this one."""
+  periods = (
+    cfg.observe.replica_check_period,
+    cfg.observe.eval_interval,
+    cfg.checkpoint.checkpoint_period,
+    cfg.checkpoint.local_checkpoint_period,
+  )
+  return any(due(step, period) for period in periods)
 
 
 def _replica_difference(context: LoopContext, step: int, state: PyTree) -> str:

@@ -16,6 +16,7 @@ from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import DeviceBatch
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
+from maxlite.layers.moe.receive_buffer import required_factor
 from maxlite.models.decoder import Decoder
 from maxlite.models.decoder_layer import LayerSums
 from maxlite.models.draft import draft_weight
@@ -224,6 +225,8 @@ class DecoderLoss(LossFunction):
       routers = sums.layers["moe"]
       metrics["expert_load"] = routers.count_E
       metrics["expert_dropped"] = routers.dropped
+      if routers.overfull_F is not None:
+        metrics["expert_buffer_factor"] = required_factor(routers.overfull_F)
     return total, metrics
 
   def linearization_point(

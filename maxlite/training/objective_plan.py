@@ -64,7 +64,17 @@ class StepPrograms(Protocol):
     """The program of every kind of step."""
 
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
-    """Take the step that is due; it donates the state."""
+    """Take the step that is due; it donates the state.
+
+    The step may be provisional, and its metrics may change in place, until the next one or
+    `confirm`.
+    """
+
+  def confirm(self, state: TrainState) -> TrainState:
+    """Wait until no step is provisional; return the state after them, which may be another."""
+
+  def compile(self) -> None:
+    """Compile all steps, which their first calls do otherwise; any thread may call this."""
 
   def next_objective(self, state: TrainState) -> str:
     """The name of the objective of the step that is due."""
@@ -157,13 +167,21 @@ class BatchPrograms:
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     return self._compiled(state, inputs)
 
+  def confirm(self, state: TrainState) -> TrainState:
+    return state
+
+  def compile(self) -> None:
+    self._compiled = self._compile()
+
   @functools.cached_property
   def _compiled(self) -> Step:
+    if len(self._schedule.shapes) == 1:
+      return self._builder.jit_step(0)  # `jax.jit` compiles in its first call.
+    return self._compile()
+
+  def _compile(self) -> Step:
+    inputs = [self._builder.abstract_inputs(shape) for shape in self._schedule.shapes]
     step = self._builder.jit_step(0)
-    shapes = self._schedule.shapes
-    if len(shapes) == 1:
-      return step  # `jax.jit` compiles in its first call.
-    inputs = [self._builder.abstract_inputs(shape) for shape in shapes]
     return compile_for_batches(step, self._builder.abstract_state, inputs)
 
   def next_objective(self, state: TrainState) -> str:

@@ -125,8 +125,11 @@ class Trainer:
     loss = DecoderLoss(self.model, LOSSES[objective.loss], cfg, moe)
     for transform in self.transforms:
       loss = transform.wrap_loss(loss, objective)
+    gradients_of = build_gradients(loss, cfg.gradient_accumulation_steps)
+    for transform in self.transforms:
+      gradients_of = transform.wrap_gradients(gradients_of)
     return build_step_parts(
-      build_gradients(loss, cfg.gradient_accumulation_steps),
+      gradients_of,
       objective.tx,
       labels=objective.labels,
       learning_rate=learning_rate,
@@ -161,12 +164,27 @@ class Trainer:
   @functools.cached_property
   def step_programs(self) -> StepPrograms:
     """The compiled training steps."""
-    return self.objective_plan.build_programs(self)
+    programs = self.objective_plan.build_programs(self)
+    for transform in self.transforms:
+      build = functools.partial(self._build_programs_with, transform)
+      programs = transform.wrap_programs(programs, build)
+    return programs
+
+  def _build_programs_with(self, transform: StepTransform, other: StepTransform) -> StepPrograms:
+    """Build the compiled steps with `other` in the place of `transform`."""
+    transforms = list(self.transforms)
+    transforms[transforms.index(transform)] = other
+    trainer = dataclasses.replace(self, transforms=transforms)
+    return trainer.objective_plan.build_programs(trainer)
 
   @functools.cached_property
   def train_step(self) -> Step:
     """The compiled training step; it donates the state."""
     return self.step_programs.step
+
+  def confirm(self, state: TrainState) -> TrainState:
+    """The state after the steps taken so far, when none of them is provisional any more."""
+    return self.step_programs.confirm(state)
 
   def jit_step(self, index: int) -> jax.stages.Wrapped:
     """The step of one objective under `jax.jit`; it donates the state."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from buffer_mistakes import BUFFER_MISTAKES
 from member_mistakes import MEMBER_MISTAKES
 from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
@@ -128,15 +129,6 @@ MISTAKES = (
     ("n_routing_groups=2",): ("router=softmax_topk (default)", "router=group_limited_greedy"),
     ("capacity_factor=0", "sparse_matmul=false"): ("capacity_factor=0.0", "capacity_factor=1.25"),
     ("capacity_factor=1.5",): ("sparse_matmul=true (default)", "sparse_matmul=false"),
-    ("ragged_buffer_factor=-0.5",): ("ragged_buffer_factor=-0.5", "ragged_buffer_factor=1.25"),
-    ("ragged_buffer_factor=2", "use_ring_of_experts=true"): (
-      "use_ring_of_experts=true",
-      "ragged_buffer_factor=-1",
-    ),
-    ("ragged_buffer_factor=2", "sparse_matmul=false"): (
-      "sparse_matmul=false",
-      "ragged_buffer_factor=-1",
-    ),
     ("use_ring_of_experts=true", "sparse_matmul=false"): ("sparse_matmul=true",),
     ("grouped_matmul=megablox", "megablox=false"): ("megablox=true", "grouped_matmul=auto"),
     ("grouped_matmul=tiled", "sparse_matmul=false"): ("sparse_matmul=true", "grouped_matmul=auto"),
@@ -260,6 +252,7 @@ MISTAKES = (
       "an ensemble has no local checkpoints",
     ),
   }
+  | BUFFER_MISTAKES
   | MEMBER_MISTAKES
   | TUNING_MISTAKES
   | ROPE_MISTAKES

@@ -1,8 +1,15 @@
 """Rules on mixture-of-experts models; those of other families are not checked."""
 
+from maxlite.config.raw_values import show
 from maxlite.config.registry import GROUP_ROUTERS
-from maxlite.config.rules.violation import Violation, Violations, largest_divisor
-from maxlite.config.schema import Config
+from maxlite.config.rules.violation import (
+  ENSEMBLE_KEYS,
+  Violation,
+  Violations,
+  changed_keys,
+  largest_divisor,
+)
+from maxlite.config.schema import DEFAULTS, Config
 
 
 def moe_layers(cfg: Config) -> Violations:
@@ -106,6 +113,25 @@ def buffers(cfg: Config) -> Violations:
     yield Violation(
       ["ragged_buffer_factor", key],
       "only the ragged all-to-all has that buffer; write ragged_buffer_factor=-1",
+    )
+  yield from _overflow(cfg)
+
+
+def _overflow(cfg: Config) -> Violations:
+  """The rules on what follows if a receive buffer overflows."""
+  moe = cfg.model.moe
+  if moe.ragged_overflow == "drop" and not moe.has_bounded_buffer:
+    yield Violation(
+      ["ragged_overflow", "ragged_buffer_factor"],
+      "no buffer can overflow; write ragged_buffer_factor=1.5, or ragged_overflow=replay",
+    )
+  if not moe.replays_overflow:
+    return
+  # There, a step is several updates, or the batch of the next step depends on its result.
+  for key in changed_keys(cfg, [*ENSEMBLE_KEYS, "phases", "diloco_sync_period"]):
+    yield Violation(
+      ["ragged_buffer_factor", "ragged_overflow", key],
+      f"steps are not replayed there; write ragged_overflow=drop, or {key}={show(DEFAULTS[key])}",
     )
 
 

@@ -83,9 +83,15 @@ class MoeConfig:
   )
   ragged_buffer_factor: float = field(
     -1.0,
-    "Receive buffer of the ragged all-to-all, as a multiple of an even load; rows beyond it are "
-    "dropped. -1: the worst case, nothing is dropped.",
+    "Receive buffer of the ragged all-to-all, as a multiple of an even load; see ragged_overflow "
+    "for rows beyond it. -1: the worst case, which no load exceeds.",
     low=-1,
+  )
+  ragged_overflow: str = field(
+    "replay",
+    "What a step does if such a buffer overflows: `replay` discards the step and takes it again "
+    "with buffers of the worst case, so nothing is dropped; `drop` drops the rows beyond it.",
+    choices=("replay", "drop"),
   )
   megablox: bool = field(
     True, "Let grouped_matmul=auto select the Megablox kernels on TPU; false: XLA's ragged dot."
@@ -94,3 +100,18 @@ class MoeConfig:
     "auto", "Backend of the experts' matmuls.", choices=with_auto(GROUPED_MATMUL_BACKENDS)
   )
   tiles: TilesConfig = TilesConfig()
+
+  @property
+  def has_bounded_buffer(self) -> bool:
+    """Whether a receive buffer may be smaller than the worst case."""
+    return self.ragged_buffer_factor > 0
+
+  @property
+  def drops_overflow(self) -> bool:
+    """Whether rows beyond a bounded buffer are dropped."""
+    return self.has_bounded_buffer and self.ragged_overflow == "drop"
+
+  @property
+  def replays_overflow(self) -> bool:
+    """Whether training steps have bounded buffers, and are replayed where one overflows."""
+    return self.has_bounded_buffer and self.ragged_overflow == "replay"

@@ -44,6 +44,9 @@ class EnsembleTrainer:
   def next_batch(self, stream: "MemberStreams", _state: PyTree) -> Batch:
     return self.engine.place(next(stream), own_batches=self.engine.request.own_batches)
 
+  def confirm(self, state: Any) -> Any:
+    return state
+
   def open_streams(self) -> "MemberStreams":
     """The members' batches, from their current step on."""
     readers = self.runs

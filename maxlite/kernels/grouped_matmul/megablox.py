@@ -53,7 +53,7 @@ def fit_tiles(tiles: Tiles, num_rows: int, dtype: jnp.dtype, w_GDF: jax.Array) -
   """
   num_groups, num_in, num_out = w_GDF.shape
   chosen = choose_tiles(
-    num_rows,
+    tiles.num_rows or num_rows,
     num_groups,
     num_in,
     num_out,

@@ -25,6 +25,9 @@ class Tiles(NamedTuple):
   fwd: Tile | None = None
   dlhs: Tile | None = None  # the gradient of x
   drhs: Tile | None = None  # the gradient of w
+  # The kernel chooses as for this number of rows, so that arrays of different sizes have the same
+  # tiles, and their sums the same order; None: for the number of rows that it gets.
+  num_rows: int | None = None
 
 
 class ChosenTiles(NamedTuple):

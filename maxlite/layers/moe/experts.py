@@ -67,8 +67,13 @@ class ExpertMlp(NamedTuple):
     weight_M: jax.Array,
     weights: ExpertWeights,
     group_sizes_E: jax.Array,
+    num_rows_tiled: int | None = None,
   ) -> jax.Array:
-    """y_M of rows sorted by expert, times each row's weight; undefined past the last group."""
+    """y_M of rows sorted by expert, times each row's weight; undefined past the last group.
+
+    Args:
+      num_rows_tiled: the number of rows for which tiles are chosen; None: that of `x_M`.
+    """
     biases = None
     if weights.bo_ED is not None:
       biases = Biases(weights.bi_EF, weights.bo_ED)
@@ -87,11 +92,13 @@ class ExpertMlp(NamedTuple):
         fwd=_embed_before_mlp(tiles.wi_tile_fwd),
         dlhs=_embed_before_mlp(tiles.wi_tile_dlhs),
         drhs=_embed_before_mlp(tiles.wi_tile_drhs),
+        num_rows=num_rows_tiled,
       ),
       wo_tiles=Tiles(
         fwd=_mlp_before_embed(tiles.wo_tile_fwd),
         dlhs=_mlp_before_embed(tiles.wo_tile_dlhs),
         drhs=_mlp_before_embed(tiles.wo_tile_drhs),
+        num_rows=num_rows_tiled,
       ),
     )
 

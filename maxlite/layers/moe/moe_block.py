@@ -7,7 +7,7 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
-from maxlite.layers.moe.dispatch import choose_dispatch
+from maxlite.layers.moe.dispatch import DispatchCounts, choose_dispatch
 from maxlite.layers.moe.experts import ExpertParameters, build_experts
 from maxlite.layers.moe.router import Route, Router, RouterSums
 from maxlite.sharding import ROWS, Sharder
@@ -49,11 +49,11 @@ class MoeBlock(nn.Module):
     dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
     weights = self.expert_parameters(x_BTD.shape[-1])
-    y_BTD, num_dropped = dispatch(experts, x_BTD, route, weights)
+    y_BTD, counts = dispatch(experts, x_BTD, route, weights)
 
     if self.cfg.moe.shared_experts:
       y_BTD += self._shared(x_BTD)
-    sums = route.sums.replace(dropped=num_dropped.astype(route.sums.tokens.dtype))
+    sums = _add_counts(route.sums, counts)
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), sums
 
   def _shared(self, x_BTD: jax.Array) -> jax.Array:
@@ -63,6 +63,15 @@ class MoeBlock(nn.Module):
       return y_BTD
     gate_BT1 = jax.nn.sigmoid(self.shared_expert_gate(x_BTD))
     return y_BTD * gate_BT1
+
+
+def _add_counts(sums: RouterSums, counts: DispatchCounts) -> RouterSums:
+  """The router's sums with the counts of the dispatch, in their type."""
+  dtype = sums.tokens.dtype
+  overfull_F = None
+  if counts.overfull_F is not None:
+    overfull_F = counts.overfull_F.astype(dtype)
+  return sums.replace(dropped=counts.dropped.astype(dtype), overfull_F=overfull_F)
 
 
 def _mask_padding(route: Route, segment_BT: jax.Array, num_experts: int) -> Route:

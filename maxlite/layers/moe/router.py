@@ -28,6 +28,8 @@ class RouterSums(struct.PyTreeNode):
   # The sum over these rows of E * sum_e (share of assignments to e) * (mean probability of e).
   row_balance: jax.Array
   dropped: jax.Array  # Assignments dropped by the dispatch; the router returns 0.
+  # With bounded receive buffers, by factor, those that overflow (receive_buffer.py).
+  overfull_F: jax.Array | None = None
 
 
 class Route(struct.PyTreeNode):

@@ -148,6 +148,12 @@ class AlternatingPrograms:
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     return self._compiled.step(state, inputs)
 
+  def confirm(self, state: TrainState) -> TrainState:
+    return state
+
+  def compile(self) -> None:
+    """The steps are compiled already."""
+
   def next_objective(self, state: TrainState) -> str:
     return self._compiled.phase(state)
 

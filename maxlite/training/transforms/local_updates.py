@@ -33,6 +33,7 @@ OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
 _ROWS = ("activation_batch", "activation_batch_no_exp")  # Logical axes of the rows of a batch.
 _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
 _SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
+_MAXIMA = ("expert_buffer_factor",)  # Metrics of the replica that needs most.
 
 
 class LocalUpdates(struct.PyTreeNode):
@@ -176,6 +177,8 @@ def _combine_metrics(metrics_R: Metrics) -> Metrics:
       continue
     if name in _SUMS:
       combined[name] = jnp.sum(values_R, axis=0)
+    elif name in _MAXIMA:
+      combined[name] = jnp.max(values_R, axis=0)
     else:
       combined[name] = jnp.sum(values_R * share_R, axis=0)
   return combined

@@ -6,7 +6,7 @@ of this folder. The trainer applies all transforms alike, in the order of the ta
 first is the innermost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,11 +18,12 @@ from maxlite.config.schema import Config
 from maxlite.metrics.step_row import Row
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.gradients import GradientFunction
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective
-from maxlite.training.objective_plan import ObjectivePlan
+from maxlite.training.objective_plan import ObjectivePlan, StepPrograms
 
 
 class TransformRequest(NamedTuple):
@@ -90,10 +91,25 @@ class StepTransform:
     del objective
     return loss
 
+  def wrap_gradients(self, gradients_of: GradientFunction) -> GradientFunction:
+    """The function of an objective's gradients, from the one without this transform."""
+    return gradients_of
+
   def wrap_step(self, step: Step, index: int) -> Step:
     """The step, or its update, of the objective with this index, from the inner one."""
     del index
     return step
+
+  def wrap_programs(
+    self, programs: StepPrograms, build: "Callable[[StepTransform], StepPrograms]"
+  ) -> StepPrograms:
+    """The compiled steps of a run, from those without this method.
+
+    Args:
+      build: builds the compiled steps with another transform in the place of this one.
+    """
+    del build
+    return programs
 
   # What the run reports.
 

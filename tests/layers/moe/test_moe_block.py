@@ -14,7 +14,7 @@ from flax.linen import meta
 from slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
-from maxlite.layers.moe.dispatch import ragged
+from maxlite.layers.moe import receive_buffer
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.moe.router import RouterSums
 
@@ -35,7 +35,10 @@ EMPTY_EXPERTS = {"uniform": [], "skewed": [], "hot": [0, 1, 2, 4, 6], "empty": [
 EMPTY_EXPERTS["a shard without rows"] = [0, 1, 6]
 DISPATCHES = {
   "ragged": {},
-  "ragged buffer": {"ragged_buffer_factor": 8.0},  # large enough, and larger than the worst case
+  "ragged buffer": {
+    "ragged_buffer_factor": 8.0,
+    "ragged_overflow": "drop",
+  },  # large enough, and larger than the worst case
   "all_gather": {"use_ring_of_experts": True},
   "dense": {"sparse_matmul": False},
   "capacity": {"sparse_matmul": False, "capacity_factor": 8.0},
@@ -248,11 +251,11 @@ def test_capacity_drops_the_excess_and_reports_it(build_sharder):
 
 def test_a_bounded_buffer_drops_whole_rows_and_reports_them(build_sharder, expected, monkeypatch):
   """A token loses the outputs of some of its experts; gradients are those of the remaining ones."""
-  monkeypatch.setattr(ragged, "_ROW_MULTIPLE", 1)
+  monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
   params, x_BTD, cotangents = make_case("hot")
   sharder = build_sharder({"expert": 4})
   with jax.enable_x64(True):
-    run = runner(sharder, ragged_buffer_factor=0.6)
+    run = runner(sharder, ragged_buffer_factor=0.6, ragged_overflow="drop")
     (y_BTD, sums), dparams, dx_BTD = run(params, x_BTD, cotangents)
   num_buffer = int(0.6 * NUM_SEQS * NUM_POSITIONS * NUM_CHOSEN / 4)
   count_e = expected["hot"][0][1].count_E.reshape(4, 2).sum(1)

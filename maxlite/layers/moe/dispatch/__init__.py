@@ -7,18 +7,28 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+from flax import struct
 
 from maxlite.config.registry import DISPATCHES
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
 
-# (experts, x_BTD, route, weights) -> (y_BTD, num_dropped): each token's weighted sum over its
-# experts, and the number of assignments that were dropped. Padding has masked expert ids
-# (`num_experts`), which match no expert.
+
+@struct.dataclass
+class DispatchCounts:
+  """Counts of one call of a dispatch, int32; they add up over shards."""
+
+  dropped: jax.Array  # Assignments that were dropped.
+  # With bounded receive buffers, the result of `overfull_by_factor` (receive_buffer.py).
+  overfull_F: jax.Array | None = None
+
+
+# (experts, x_BTD, route, weights) -> (y_BTD, counts): each token's weighted sum over its experts.
+# Padding has masked expert ids (`num_experts`), which match no expert.
 ApplyExperts = Callable[
   [ExpertMlp, jax.Array, Route, ExpertWeights],
-  tuple[jax.Array, jax.Array],
+  tuple[jax.Array, DispatchCounts],
 ]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch import Dispatch, ragged
+from maxlite.layers.moe.dispatch import Dispatch, DispatchCounts, ragged
 from maxlite.layers.moe.dispatch.expert_shards import apply_on_shards
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
@@ -26,7 +26,7 @@ def apply_experts(
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, DispatchCounts]:
   """(y_BTD, 0): nothing is dropped."""
   if experts.sharder.num_shards("exp") == 1:
     # With one shard of experts, the ragged dispatch exchanges no rows.
@@ -41,7 +41,7 @@ def _apply_shard(
   expert_TK: jax.Array,
   weight_TK: jax.Array,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, DispatchCounts]:
   """(y_TD of this shard's tokens, 0), by this shard's experts on the tokens of all shards."""
   mesh_axes = experts.sharder.mesh_axes("exp")
   gather = functools.partial(jax.lax.all_gather, axis_name=mesh_axes, tiled=True)
@@ -59,7 +59,7 @@ def _apply_shard(
   y_MD = experts(x_MD, weight_M, weights, group_sizes_e)
   y_TD = jax.lax.psum_scatter(unpermute(y_MD, order), mesh_axes, tiled=True)
   num_dropped = jnp.zeros_like(group_sizes_e[0])
-  return y_TD, num_dropped
+  return y_TD, DispatchCounts(num_dropped)
 
 
 DISPATCH = Dispatch(apply_experts, _is_selected, collective="all-gather")

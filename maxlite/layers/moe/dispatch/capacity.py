@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch import Dispatch
+from maxlite.layers.moe.dispatch import Dispatch, DispatchCounts
 from maxlite.layers.moe.dispatch.dense import dense_mlp
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import (
@@ -37,7 +37,7 @@ def apply_experts(
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, DispatchCounts]:
   """(y_BTD, number of assignments dropped); earlier tokens of a row have priority."""
   num_experts = experts.cfg.num_experts
   num_rows, num_tokens, num_chosen = route.expert_BTK.shape
@@ -68,7 +68,7 @@ def apply_experts(
   y_BECD = experts.sharder.constrain(y_BECD, _SLOTS)
   y_BMD = y_BECD.reshape(num_rows, -1, x_BTD.shape[-1])
   y_BTD = jax.vmap(unpermute)(y_BMD, order)
-  return y_BTD, jnp.sum(num_dropped_B, dtype=jnp.int32)
+  return y_BTD, DispatchCounts(jnp.sum(num_dropped_B, dtype=jnp.int32))
 
 
 def _assign_slots(

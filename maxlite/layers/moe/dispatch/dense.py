@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig
-from maxlite.layers.moe.dispatch import Dispatch
+from maxlite.layers.moe.dispatch import Dispatch, DispatchCounts
 from maxlite.layers.moe.expert_choice import is_chosen
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
@@ -19,7 +19,7 @@ def apply_experts(
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, DispatchCounts]:
   """(y_BTD, 0); work and memory grow with the number of experts."""
   chosen_BTKE = is_chosen(route.expert_BTK, experts.cfg.num_experts)
   weight_BTE = jnp.sum(jnp.where(chosen_BTKE, route.weight_BTK[..., None], 0), axis=2)
@@ -33,7 +33,7 @@ def apply_experts(
     y_axes="btd",
   )
   num_dropped = jnp.zeros((), jnp.int32)
-  return y_BTD, num_dropped
+  return y_BTD, DispatchCounts(num_dropped)
 
 
 def dense_mlp(

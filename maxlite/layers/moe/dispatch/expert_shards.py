@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.layers.moe.dispatch import DispatchCounts
 from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertTree, ExpertWeights
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import ROWS, Sharder
@@ -17,7 +18,7 @@ _GATHERED = "moe_gathered"
 
 
 class ApplyShard(Protocol):
-  """Computes (y_TD, number of assignments dropped) of one shard's tokens."""
+  """Computes (y_TD of one shard's tokens, this shard's counts)."""
 
   def __call__(
     self,
@@ -25,7 +26,7 @@ class ApplyShard(Protocol):
     expert_TK: jax.Array,
     weight_TK: jax.Array,
     weights: ExpertWeights,
-  ) -> tuple[jax.Array, jax.Array]: ...
+  ) -> tuple[jax.Array, DispatchCounts]: ...
 
 
 def apply_on_shards(
@@ -34,8 +35,8 @@ def apply_on_shards(
   x_BTD: jax.Array,
   route: Route,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
-  """(y_BTD, number of assignments dropped), computed by `apply_shard` on every shard.
+) -> tuple[jax.Array, DispatchCounts]:
+  """(y_BTD, counts over all shards), computed by `apply_shard` on every shard.
 
   `apply_shard` gets its shard's tokens and the weights of its shard's experts, sharded along the
   hidden axis only. Its result is summed over that axis.
@@ -66,8 +67,8 @@ def _gather_and_apply(
   expert_btK: jax.Array,
   weight_btK: jax.Array,
   weights: ExpertWeights,
-) -> tuple[jax.Array, jax.Array]:
-  """(y_btD, number of assignments dropped on all shards), on one shard of the mesh."""
+) -> tuple[jax.Array, DispatchCounts]:
+  """(y_btD, counts over all shards), on one shard of the mesh."""
   if sharder.num_shards("embed_no_exp") > 1:
     # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
     x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
@@ -77,10 +78,10 @@ def _gather_and_apply(
   weight_TK = _merge_rows(weight_btK)
   x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
   gathered = _keep_bias_once(gathered, sharder)
-  y_TD, num_dropped = apply_shard(x_TD, expert_TK, weight_TK, gathered)
+  y_TD, counts = apply_shard(x_TD, expert_TK, weight_TK, gathered)
   y_btD = psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
   batch_axes, length_axes = (sharder.mesh_axes(name) for name in ROWS)
-  return y_btD, psum(num_dropped, batch_axes + length_axes)
+  return y_btD, psum(counts, batch_axes + length_axes)
 
 
 def _merge_rows(x_btD: jax.Array) -> jax.Array:
