@@ -151,7 +151,8 @@ def runner(sharder, **changes):
   rows = sharder.sharding(("activation_batch", "activation_length", None))
 
   def apply(params, x_BTD):
-    return block.apply({"params": params}, x_BTD, SEGMENT_BT)
+    y_BTD, sums = block.apply({"params": params}, x_BTD, SEGMENT_BT)
+    return y_BTD, sums.replace(overfull_F=None)  # only with bounded buffers
 
   run = functools.partial(value_and_gradients, apply)
   return jax.jit(run, in_shardings=(shardings, rows, None))
@@ -289,6 +290,27 @@ def test_shared_experts_process_every_token(build_sharder):
   gate_BTF, up_BTF = np.minimum(gate_BTF, 0.5), np.clip(up_BTF, -0.5, 0.5)
   want_BTD = gate_BTF / (1 + np.exp(-gate_BTF)) * up_BTF @ shared["wo"]["kernel"]
   np.testing.assert_allclose(with_shared - without, want_BTD, atol=1e-12)
+
+
+def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, expected, monkeypatch):
+  """Also those of factors beyond its own, with any buffer of its own."""
+  monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
+  params, x_BTD, _ = make_case("hot")
+  keys = {"ragged_buffer_factor": 0.6}
+  with jax.enable_x64(True):
+    sums = []
+    for overflow in ("drop", "replay"):
+      block = block_of(build_sharder({"expert": 4}), "float64", **keys, ragged_overflow=overflow)
+      _, own = jax.jit(block.apply)({"params": params}, x_BTD, SEGMENT_BT)
+      sums.append(own)
+  even_load = NUM_SEQS * NUM_POSITIONS * NUM_CHOSEN / 4
+  received_p = expected["hot"][0][1].count_E.reshape(4, 2).sum(1)
+  overfull_F = [(received_p > int(n / 8 * even_load)).sum() for n in range(1, 65)]
+  for own in sums:
+    np.testing.assert_array_equal(own.overfull_F, overfull_F)
+  assert float(sums[1].dropped) == 0 < float(sums[0].dropped)
+  required = receive_buffer.required_factor(np.stack([overfull_F, overfull_F]))
+  assert int((required - 1 / 8) * even_load) < received_p.max() <= int(required * even_load)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "dense", slow("all_gather"), slow("capacity")])
