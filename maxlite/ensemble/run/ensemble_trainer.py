@@ -44,7 +44,7 @@ class EnsembleTrainer:
   def next_batch(self, stream: "MemberStreams", _state: PyTree) -> Batch:
     return self.engine.place(next(stream), own_batches=self.engine.request.own_batches)
 
-  def confirm(self, state: Any) -> Any:
+  def confirm(self, state: PyTree) -> PyTree:
     return state
 
   def open_streams(self) -> "MemberStreams":

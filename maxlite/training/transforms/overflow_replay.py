@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.config.schema import MoeConfig
 from maxlite.metrics.waits import print_to_stderr, report_wait
+from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult, StepInputs
 from maxlite.step.train_state import Metrics, TrainState
 from maxlite.step.train_step import Step, StepResult
@@ -49,10 +49,10 @@ class OverflowReplay(StepTransform):
     self._is_bounded = is_bounded
     self._sharding = NamedSharding(mesh, jax.P())
 
-  def inputs(self) -> Mapping[str, Any]:
+  def inputs(self) -> Mapping[str, PyTree]:
     return {DISCARDED: self._not_discarded}
 
-  def abstract_inputs(self) -> Mapping[str, Any]:
+  def abstract_inputs(self) -> Mapping[str, PyTree]:
     return {DISCARDED: jax.ShapeDtypeStruct((), jnp.bool, sharding=self._sharding)}
 
   @functools.cached_property
@@ -75,7 +75,7 @@ class OverflowReplay(StepTransform):
     """
 
     def checked(
-      trained: Any, frozen: Any, collections: Any, inputs: StepInputs, key: jax.Array
+      trained: PyTree, frozen: PyTree, collections: PyTree, inputs: StepInputs, key: jax.Array
     ) -> GradientResult:
       result = gradients_of(trained, frozen, collections, inputs, key)
       overflows = jnp.any(result.metrics["expert_dropped"] > 0)
@@ -89,7 +89,7 @@ class OverflowReplay(StepTransform):
   def wrap_step(self, step: Step, index: int) -> Step:
     """The step, which keeps the counters of the state too if it is discarded."""
 
-    def discarding(state: TrainState, inputs: Any) -> StepResult:
+    def discarding(state: TrainState, inputs: PyTree) -> StepResult:
       new, metrics = step(state, inputs)
       counters = {}
       for name in _COUNTERS:
@@ -149,7 +149,7 @@ class ReplayPrograms:
     worst_case: StepPrograms,
     *,
     factor: float,
-    not_discarded: Callable[[], Mapping[str, Any]],
+    not_discarded: Callable[[], Mapping[str, PyTree]],
   ):
     """
     Args:
@@ -263,7 +263,7 @@ class ReplayPrograms:
       ) from error
 
 
-def _with_flag(inputs: StepInputs, flag: Mapping[str, Any]) -> StepInputs:
+def _with_flag(inputs: StepInputs, flag: Mapping[str, PyTree]) -> StepInputs:
   return inputs.replace(extra={**inputs.extra, **flag})
 
 
