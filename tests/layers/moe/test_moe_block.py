@@ -293,7 +293,7 @@ def test_shared_experts_process_every_token(build_sharder):
 
 
 def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, expected, monkeypatch):
-  """Also those of factors beyond its own, with any buffer of its own."""
+  """For all factors, whatever the size of its buffers."""
   monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
   params, x_BTD, _ = make_case("hot")
   keys = {"ragged_buffer_factor": 0.6}
