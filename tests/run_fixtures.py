@@ -14,6 +14,15 @@ def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return tmp_path_factory.mktemp("jax_cache")
 
 
+@pytest.fixture(scope="module")
+def fast_programs(program_cache: Path) -> Iterator[None]:
+  """Compiles programs of this module with few optimizations, or loads them."""
+  from tiny import fast_compilation
+
+  with fast_compilation(program_cache):
+    yield
+
+
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return tmp_path_factory.mktemp("runs")

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_convert import FIXTURES
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, take_steps, uneven_batch
 from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
 
@@ -28,6 +28,7 @@ from maxlite.training.model_folders import teacher_folders
 from maxlite.training.trainer import build_trainer
 from maxlite.training.transforms.teacher import DISTILL, teacher_of
 
+FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
 SMALL = {"decoder_block": "llama", "base_num_decoder_layers": 1}
 MOE = {"decoder_block": "mixtral", "base_num_decoder_layers": 1, "load_balance_loss_weight": 0.5}

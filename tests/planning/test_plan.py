@@ -16,6 +16,7 @@ from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_run import compile_step, run_plan
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -120,6 +121,20 @@ def test_the_plan_of_a_tpu_slice():
   assert re.search(r"^ragged-all-to-all +expert +\d+", out, re.MULTILINE)
   assert re.search(r"^fits: 0\.\d% of the 102\.0 GB", out, re.MULTILINE)
   assert re.search(r"MFU is at most \d+\.\d%", out)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_tpu_keeps_optimizer_state_and_activations_in_host_memory():
+  widths = ("base_emb_dim=256", "base_mlp_dim=512", "max_target_length=128", "head_dim=128")
+  offload = ("remat_policy=offload", "optimizer_memory_host_offload=true")
+  keys = ("decoder_block=llama", "dtype=bfloat16", "compile_topology=v5p-8")
+  code, out, err = plan(*keys, *widths, *offload)
+  assert (code, err) == (0, "")
+  for name in ("optimizer state", "saved activations"):
+    (figures,) = re.findall(rf"^host: {name} +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert float(figures[1]) > 0
+    assert float(figures[0]) == pytest.approx(float(figures[1]), rel=0.02, abs=0.001)
 
 
 def test_every_phase_has_a_plan(capsys):

@@ -24,7 +24,8 @@ from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.load_model import abstract_params
 
-FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
+pytestmark = pytest.mark.usefixtures("fast_programs")
+FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 RANK, ALPHA = 2, 3.0
 
 

@@ -12,6 +12,7 @@ import maxlite
 from maxlite.config import load_config
 from maxlite.runs.run import run_training
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 CONVERSATIONS = [
   {
     "messages": [

@@ -27,7 +27,8 @@ from maxlite.hf.load_model import trainer_of_model
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import build_trainer
 
-FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
+pytestmark = pytest.mark.usefixtures("fast_programs")
+FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
 # Optimized for compile time, not run time.
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}

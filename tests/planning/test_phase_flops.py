@@ -9,6 +9,7 @@ from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.training.trainer import build_trainer
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 PHASES = {
   "all": ".*",
   "lora": ".*lora_.*",

@@ -20,6 +20,7 @@ from maxlite.planning.plan_report import sent_by_axes
 from maxlite.planning.plan_run import compile_step
 from maxlite.planning.plan_target import PlanTarget
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {"decoder_block": "llama"}
 GATHERS, EXCHANGES = ("all-gather",), ("all-to-all", "ragged-all-to-all")
