@@ -149,6 +149,7 @@ OTHER_NAME: dict[str, str] = {
   "adamw_mask": "adam_weight_decay=W, which norms and biases are free of",
   "distill_student_weights_share_map": "teacher_path=FOLDER loss_type=distill",
   "enable_diloco": "diloco_sync_period=N",
+  "use_dpo": "loss_type=dpo dataset_type=preference",
   "muon_weight_decay": "adam_weight_decay={value}",
   "student_overrides": "keys of the student as usual, and teacher_path=FOLDER loss_type=distill",
   "student_params_to_update": "phases=[{name: part, train: [REGEX], steps: N}]",
@@ -314,8 +315,8 @@ NOT_SUPPORTED: dict[str, str] = {
     vision_connector_num_layers vision_connector_use_bias vision_encoder_block
     vision_output_dim_for_vit vision_output_length vision_projector_type
   """,
-  "there is no RL and no preference loss; dataset_type=chat trains on conversations": """
-    algo async_scheduling chips_per_vm debug_converter dpo_beta dpo_label_smoothing
+  "there is no RL; loss_type=dpo trains on preferences": """
+    algo async_scheduling chips_per_vm debug_converter
     enable_dp_attention enable_expert_parallel enable_tunix_perf_metrics epsilon_high
     gcs_debug_path grpo_beta grpo_epsilon hbm_utilization_vllm inference_devices_per_replica
     inference_replicas inference_rollouts kv_cache_buffer load_checkpoint_only_once
@@ -329,7 +330,7 @@ NOT_SUPPORTED: dict[str, str] = {
     reward_white_space_format_match rollout_data_parallelism rollout_expert_parallelism
     rollout_micro_batch_size rollout_tensor_parallelism sampler_devices_fraction
     solution_end_token solution_start_token swap_space_vllm_gb trainer_devices_fraction
-    use_agentic_rollout use_dpo use_grpo use_pathways_reshard use_standalone_converter
+    use_agentic_rollout use_grpo use_pathways_reshard use_standalone_converter
     use_weight_converter vllm_additional_config vllm_hf_config_path vllm_hf_overrides
     vllm_load_format weight_sync_debug
   """,

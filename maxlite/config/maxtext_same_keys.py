@@ -120,6 +120,8 @@ SAME_NAME: dict[str, str] = {
   "gradient_accumulation_steps": "1",
   "distill_alpha": "0.5",
   "distill_temperature": "1.0",
+  "dpo_beta": "0.1",
+  "dpo_label_smoothing": "0.0",
   "z_loss_multiplier": "0.0",
   "mtp_loss_scaling_factor": "0.1",
   "diloco_sync_period": "36",

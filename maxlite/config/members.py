@@ -11,7 +11,7 @@ from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import SHARED, check_rules
 from maxlite.config.rules.path_rules import is_folder_name
-from maxlite.config.rules.training_rules import TEACHER_KEYS
+from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -38,7 +38,7 @@ MEMBER_KEYS = {
   "data_shuffle_seed",
   "data_sampling",
 }
-MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters", *TEACHER_KEYS}
+MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters", *TEACHER_KEYS, *PREFERENCE_KEYS}
 
 
 @dataclasses.dataclass(frozen=True)

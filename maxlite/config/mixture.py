@@ -66,6 +66,12 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
   return sources
 
 
+def has_pairs(data: DataConfig) -> bool:
+  """Whether the sources of `data` have pairs of answers (data/sources/preference.py)."""
+  sources = mixture_of(data)
+  return any(SOURCES.entry(source.data.dataset_type).has_pairs for source in sources)
+
+
 def check_mixture(cfg: Config, *, needs_data: bool) -> None:
   """Apply the rules on data to every source of `cfg.data`; raise UserError if one is broken."""
   if not cfg.data.dataset_mixture:

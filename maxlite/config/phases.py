@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.errors import UserError
-from maxlite.config.mixture import check_mixture
+from maxlite.config.mixture import check_mixture, has_pairs, mixture_of
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import DRAFT_LOSSES, LOSSES
+from maxlite.config.registry import DRAFT_LOSSES, LOSSES, PREFERENCE_LOSSES, SOURCES
 from maxlite.config.rules import check_rules
 from maxlite.config.rules.data_rules import SCHEDULE_KEYS
 from maxlite.config.schema import (
@@ -153,9 +153,10 @@ def without_data(phases: tuple[FrozenMapping, ...]) -> tuple[FrozenMapping, ...]
 
 
 def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
-  """Apply the rules to every phase with its own data; raise UserError if one is broken."""
+  """Apply the rules on the data of every phase; raise UserError if one is broken."""
   phases = phases_of(cfg)
   for n, phase in enumerate(phases):
+    _require_fitting_loss(phase, _source(cfg, n))
     if phase.data == cfg.data:
       continue
     source = _source(cfg, n)
@@ -164,6 +165,25 @@ def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
     check_mixture(own, needs_data=needs_data)
     if cfg.phasing.phase_strategy == "switch":
       _require_same_size(phase, phases[0], source)
+  has_reference = any(phase.loss in PREFERENCE_LOSSES for phase in phases)
+  if phases and has_pairs(cfg.data) and not has_reference:
+    raise UserError(
+      f"{_source(cfg, 0)}: the run's held-out data are pairs, and no phase has a reference model; "
+      "write dataset_type=preference in a phase with loss: dpo only, or such a phase"
+    )
+
+
+def _require_fitting_loss(phase: PhaseConfig, source: str) -> None:
+  """Raise UserError unless a phase has pairs if, and only if, its loss needs them."""
+  needs_pairs = phase.loss in PREFERENCE_LOSSES
+  for part in mixture_of(phase.data):
+    dataset_type = part.data.dataset_type
+    is_pairs = SOURCES.entry(dataset_type).has_pairs
+    given = f"{source}: loss={phase.loss} with dataset_type={dataset_type}"
+    if needs_pairs and not is_pairs:
+      raise UserError(f"{given}: needs pairs of answers; write dataset_type: preference")
+    if is_pairs and not needs_pairs:
+      raise UserError(f"{given}: pairs are for preference losses; write loss: dpo")
 
 
 def _require_same_size(phase: PhaseConfig, first: PhaseConfig, source: str) -> None:

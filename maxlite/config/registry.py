@@ -120,6 +120,8 @@ class SourceEntry(Entry):
   has_text_column: bool = False
   # It reads conversations: they need a chat template, and may have a row each.
   has_conversations: bool = False
+  # It reads pairs of answers, of which one is preferred; PREFERENCE_LOSSES train on them.
+  has_pairs: bool = False
   # Suffixes of the files whose format is that of this source.
   suffixes: tuple[str, ...] = ()
   # Further suffixes that it reads. If it has no suffixes at all, it may read any file.
@@ -158,6 +160,12 @@ SOURCES = Registry(
   chat=SourceEntry(
     "maxlite.data.sources:chat_source",
     has_conversations=True,
+    also_reads=_JSON_LINES,
+  ),
+  preference=SourceEntry(
+    "maxlite.data.sources:preference_source",
+    has_conversations=True,
+    has_pairs=True,
     also_reads=_JSON_LINES,
   ),
 )
@@ -400,7 +408,7 @@ ENSEMBLE_EXECUTORS = Registry(
 # callbacks -> () -> Callback; see training/callbacks.py.
 CALLBACKS = Registry(Entry, completions="maxlite.inference.generation:CompletionsCallback")
 # Losses: see training/loss.py. DRAFT_LOSSES need draft heads, and a phase that trains them;
-# TAUGHT_LOSSES need a teacher.
+# TAUGHT_LOSSES need a teacher; PREFERENCE_LOSSES need pairs of answers and a reference model.
 TOKEN_LOSSES = Registry(Entry, next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(
   Entry,
@@ -408,8 +416,11 @@ DRAFT_LOSSES = Registry(
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
 TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
-RUN_LOSSES: Mapping[str, Implementation] = ChainMap(TAUGHT_LOSSES, TOKEN_LOSSES)
-LOSSES: Mapping[str, Implementation] = ChainMap(DRAFT_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+PREFERENCE_LOSSES = Registry(Entry, dpo="maxlite.training.preference_loss:DPO")
+RUN_LOSSES: Mapping[str, Implementation] = ChainMap(PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+LOSSES: Mapping[str, Implementation] = ChainMap(
+  DRAFT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
+)
 # Features beside the step of a plain run, the innermost first: (TransformRequest) -> StepTransform,
 # or None if the config does not use it; see training/transforms/step_transform.py.
 STEP_TRANSFORMS = Registry(
@@ -418,6 +429,7 @@ STEP_TRANSFORMS = Registry(
   local_updates="maxlite.training.transforms.local_updates:build_local_updates",
   phases="maxlite.training.transforms.alternating_phases:build_alternating_phases",
   teacher="maxlite.training.transforms.teacher:build_teacher",
+  reference="maxlite.training.transforms.reference:build_reference",
   overflow_replay="maxlite.training.transforms.overflow_replay:build_overflow_replay",
 )
 # Folders with the parameters of a model: see training/model_weights.py.

@@ -276,6 +276,45 @@ class PackedConversations(PackedPieces):
     return np.arange(len(self))
 
 
+class PackedPairs(PackedPieces):
+  """Row i is whole pairs of documents, never cut, in a fixed order.
+
+  Documents 2 k and 2 k + 1 of the file are a pair. In a row, the documents of its first pair are
+  segments 1 and 2, those of the next are 3 and 4, and so on. With `packing` a row holds several
+  pairs, otherwise one. The documents of a pair have at most T + 2 ids together.
+  """
+
+  def __init__(
+    self,
+    tokens: Tokens,
+    row_length: int,
+    order_seed: int | None,
+    *,
+    packing: bool,
+  ) -> None:
+    length_N = tokens.lengths
+    offset_N = np.cumsum(length_N) - length_N
+    pair_order = np.arange(len(length_N) // 2)
+    if order_seed is not None:
+      pair_order = np.random.default_rng(order_seed).permutation(pair_order)
+    first_N = 2 * pair_order
+    document_N2 = np.stack([first_N, first_N + 1], axis=1)
+    if packing:
+      positions_N2 = length_N[document_N2] - 1
+      row_of_pair = first_fit(positions_N2.sum(axis=1), row_length)
+    else:
+      row_of_pair = np.arange(len(pair_order))
+    order = document_N2.reshape(-1)
+    super().__init__(
+      tokens,
+      row_length,
+      offsets=offset_N[order],
+      lengths=length_N[order],
+      row_of=np.repeat(row_of_pair, 2),
+      masked=True,
+    )
+
+
 def first_fit(lengths: np.ndarray, size: int) -> np.ndarray:
   """Assign each of `lengths` to the first open row of `size` with room, or to a new row.
 

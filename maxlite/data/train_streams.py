@@ -17,7 +17,7 @@ class TrainStreams:
 
     Args:
       data: by objective (a phase, or "train"), its loader.
-      teacher: a hash of the model whose predictions are training data too; empty if there is none.
+      teacher: a hash of the models whose predictions are training data too; empty without any.
     """
     self._teacher = teacher
     # Streams are named by the first objective that reads them.
@@ -65,7 +65,7 @@ class TrainStreams:
     if "teacher" in state and self._teacher and state["teacher"] != self._teacher:
       raise UserError(
         "the checkpoint was trained with another teacher: restore teacher_path, teacher_members "
-        "and the weights there, or choose a new run_name"
+        "(of loss dpo: reference_path) and the weights there, or choose a new run_name"
       )
     readers = list(self._streams)
     states = state.get("streams", {readers[0]: state})

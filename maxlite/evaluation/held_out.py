@@ -21,12 +21,12 @@ from maxlite.models import Decoder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.loss import next_token, run_forward
+from maxlite.training.preference_loss import pair_means
 from maxlite.training.trainer import Trainer
+from maxlite.training.transforms.step_transform import EvalStep
 
 # Sums over the tokens of one or more batches: scalars by name, and those of draft heads.
 Sums = dict[str, PyTree]
-# (parameters, batch) -> sums
-EvalStep = Callable[[PyTree, DeviceBatch], Sums]
 
 
 def build_evaluation(
@@ -53,7 +53,8 @@ def evaluate(
 ) -> dict[str, float]:
   """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
 
-  With moving averages of the parameters also `eval_ema_loss` and `eval_ema_bits_per_byte`.
+  Of pairs, `eval_loss` is the mean loss of a pair, and the others are those of `pair_means`. With
+  moving averages of the parameters also `eval_ema_loss` and so on.
 
   Args:
     batches: by source; with several sources, the results are over the tokens of all, and
@@ -83,7 +84,7 @@ def held_out_row(batches: Mapping[str, Iterable[Sums]]) -> dict[str, float]:
   row["eval_tokens"] = int(sums["weight"])
   if len(by_source) > 1:
     for name, of_source in by_source.items():
-      row[f"eval_loss/{name}"] = float(of_source["nll"] / of_source["weight"])
+      row[f"eval_loss/{name}"] = _results(of_source)["eval_loss"]
   if "ema" in sums:
     for name, value in _results(sums["ema"]).items():
       row[name.replace("eval_", "eval_ema_", 1)] = value
@@ -104,6 +105,8 @@ def _total(sums: Iterable[Sums]) -> Sums:
 
 def _results(sums: Sums) -> dict[str, float]:
   """The results of one set of parameters."""
+  if "pairs" in sums:
+    return {f"eval_{name}": float(mean) for name, mean in pair_means(sums["pairs"]).items()}
   nll = float(sums["nll"])
   num_bytes = float(sums["num_bytes"])
   results = {"eval_loss": float(sums["nll"] / sums["weight"])}
@@ -122,6 +125,10 @@ def _results(sums: Sums) -> dict[str, float]:
 
 def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> EvalStep:
   """The compiled evaluation step, on the trainer's mesh."""
+  for transform in trainer.transforms:
+    eval_step = transform.build_eval_step(trainer.model)
+    if eval_step is not None:
+      return eval_step
   step = build_eval_step(trainer.model, trainer.cfg.training, jnp.asarray(num_bytes_V))
   return jax.jit(step)
 

@@ -27,6 +27,8 @@ TRAINING_CELLS = {
   "loss": "loss {:7.4f}",
   "draft_loss": "drafts {:7.4f}",
   "mtp_loss": "mtp {:7.4f}",
+  "rewards/margins": "margin {:7.4f}",
+  "rewards/accuracies": "accuracy {:6.1%}",
   "learning_rate": "lr {:.2e}",
   "grad_norm": "|grad| {:8.3g}",
   "tokens_per_second_per_device": "{:9,.0f} tok/s/device",
@@ -38,6 +40,8 @@ TRAINING_CELLS = {
 EVAL_CELLS = {
   "eval_loss": "loss {:7.4f}",
   "eval_bits_per_byte": "bits/byte {:.4f}",
+  "eval_rewards/margins": "margin {:.4f}",
+  "eval_rewards/accuracies": "accuracy {:.1%}",
   "eval_accepted_length": "drafts accepted {accepted}  {:.2f} in a chain",
 }
 

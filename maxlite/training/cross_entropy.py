@@ -44,8 +44,18 @@ class _LocalHead(NamedTuple):
   soft_cap: float
 
 
+class TokenLogProbs(NamedTuple):
+  """What a model predicts of the target of every position, float32."""
+
+  # log p(target) [nats].
+  log_prob_BT: jax.Array
+  # Squared log-partition of the logits.
+  logits_z_BT: jax.Array
+
+
 Arrays = tuple[jax.Array, ...]
-# (states, rows, heads) -> sums over the tokens of a chunk; states and rows are [tokens, ...].
+# (states, rows, heads) -> sums over the tokens of a chunk, or values of each token [tokens]; states
+# and rows are [tokens, ...].
 _Chunk = Callable[[Arrays, Arrays, tuple[_LocalHead, ...]], Arrays]
 
 
@@ -125,6 +135,60 @@ def teacher_sums(
     chunk_tokens=cfg.logits_chunk_tokens,
     sharder=sharder,
   )
+
+
+def token_log_probs(
+  head: PredictionHead, targets_BT: jax.Array, chunk_tokens: int, sharder: Sharder
+) -> TokenLogProbs:
+  """The log-probability of every target, sharded as the targets."""
+  row_spec = sharder.spec(_ROW_NAMES)
+  vocab_axes = sharder.mesh_axes("vocab")
+  embed_axes = sharder.mesh_axes("embed")
+  unembeddings = (head.unembedding,)
+
+  def local(x_btD: jax.Array, targets_bt: jax.Array, w_dv: jax.Array) -> Arrays:
+    states, weights = jax.lax.optimization_barrier(((x_btD,), (w_dv,)))
+    states, weights = _gather_weights(states, weights, embed_axes)
+    heads = _local_heads(weights, unembeddings, vocab_axes)
+    values = _chunked_values(_log_probs, states, (targets_bt,), heads, chunk_tokens)
+    return _before_gradients(tuple(value.reshape(targets_bt.shape) for value in values))
+
+  sharded = jax.shard_map(
+    local,
+    mesh=sharder.mesh,
+    in_specs=(sharder.spec((*_ROW_NAMES, None)), row_spec, sharder.spec(("embed", "vocab"))),
+    out_specs=(row_spec, row_spec),
+    check_vma=sharder.check_vma,
+  )
+  log_prob_BT, logits_z_BT = sharded(head.x_BTD, targets_BT, head.unembedding.w_DV)
+  return TokenLogProbs(log_prob_BT, logits_z_BT)
+
+
+def sequence_sums(
+  x_BT: jax.Array, segment_BT: jax.Array, num_sequences: int, sharder: Sharder
+) -> jax.Array:
+  """[B, num_sequences]: the sums of x over the segments 1, 2, ... of each row.
+
+  Segments of higher numbers are left out, and so is padding.
+  """
+  length_axes = sharder.mesh_axes(_ROW_NAMES[1])
+
+  def sum_row(x_t: jax.Array, segment_t: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x_t, segment_t, num_sequences + 1)
+
+  def local(x_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
+    sums = jax.vmap(sum_row)(x_bt, segment_bt)
+    return psum(sums[:, 1:], length_axes)
+
+  row_spec = sharder.spec(_ROW_NAMES)
+  sharded = jax.shard_map(
+    local,
+    mesh=sharder.mesh,
+    in_specs=(row_spec, row_spec),
+    out_specs=sharder.spec((_ROW_NAMES[0], None)),
+    check_vma=sharder.check_vma,
+  )
+  return sharded(x_BT, segment_BT)
 
 
 def _token_sums(
@@ -216,21 +280,37 @@ def _chunked_sums(
   chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
 ) -> Arrays:
   """Sums of `chunk` over all tokens of a shard."""
+  per_chunk = _map_chunks(chunk, states, rows, heads, chunk_length)
+  return jax.tree.map(jnp.sum, per_chunk)
+
+
+def _chunked_values(
+  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+) -> Arrays:
+  """The values of `chunk` for all tokens of a shard, [tokens] each."""
+  num_tokens = math.prod(rows[0].shape[:2])
+  per_chunk = _map_chunks(chunk, states, rows, heads, chunk_length)
+  return jax.tree.map(lambda x: x.reshape(-1)[:num_tokens], per_chunk)
+
+
+def _map_chunks(
+  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+) -> Arrays:
+  """The results of `chunk`, stacked if the tokens of the shard are divided; see `chunks`."""
 
   def flatten_tokens(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
-  def sum_chunk(by_token: tuple[Arrays, Arrays]) -> Arrays:
+  def call_chunk(by_token: tuple[Arrays, Arrays]) -> Arrays:
     chunk_states, chunk_rows = by_token
     return chunk(chunk_states, chunk_rows, heads)
 
   by_token = jax.tree.map(flatten_tokens, (states, rows))
   num_tokens = len(by_token[0][0])
   if num_tokens <= chunk_length:
-    return sum_chunk(by_token)
+    return call_chunk(by_token)
   by_chunk = jax.tree.map(lambda x: chunks(x, chunk_length), by_token)
-  per_chunk = jax.lax.map(jax.checkpoint(sum_chunk), by_chunk)
-  return jax.tree.map(jnp.sum, per_chunk)
+  return jax.lax.map(jax.checkpoint(call_chunk), by_chunk)
 
 
 def chunks(x: jax.Array, size: int) -> jax.Array:
@@ -268,6 +348,27 @@ def _keep_top(log_p_TV: jax.Array, k: int, vocab_axes: tuple[str, ...]) -> jax.A
   return _log_softmax(kept_TV, vocab_axes)
 
 
+def _target_logits(
+  logits_TV: jax.Array, targets_T: jax.Array, vocab_axes: tuple[str, ...]
+) -> jax.Array:
+  """The logit of each target."""
+  num_columns = logits_TV.shape[1]
+  first = jax.lax.axis_index(vocab_axes) * num_columns
+  column_TV = jnp.arange(num_columns, dtype=targets_T.dtype)[None]
+  is_target_TV = column_TV == (targets_T - first)[:, None]
+  return psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
+
+
+def _log_probs(states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]) -> Arrays:
+  """The chunk of `token_log_probs`."""
+  (x_TD,) = states
+  (targets_T,) = rows
+  (head,) = heads
+  logits_TV, partition_T = _logits(x_TD, head)
+  target_T = _target_logits(logits_TV, targets_T, head.vocab_axes)
+  return target_T - partition_T, jnp.square(partition_T)
+
+
 def _target_sums(
   logits_TV: jax.Array,
   partition_T: jax.Array,
@@ -276,11 +377,7 @@ def _target_sums(
   vocab_axes: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:
   """The two sums of `cross_entropy_sums`."""
-  num_columns = logits_TV.shape[1]
-  first = jax.lax.axis_index(vocab_axes) * num_columns
-  column_TV = jnp.arange(num_columns, dtype=targets_T.dtype)[None]
-  is_target_TV = column_TV == (targets_T - first)[:, None]
-  target_T = psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
+  target_T = _target_logits(logits_TV, targets_T, vocab_axes)
   weight_T = weight_T.astype(logits_TV.dtype)
   nll = jnp.sum(weight_T * (partition_T - target_T))
   logits_z = jnp.sum(weight_T * jnp.square(partition_T))

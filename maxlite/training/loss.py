@@ -43,6 +43,21 @@ class DraftSums(struct.PyTreeNode):
   loss: jax.Array
 
 
+class PairSums(struct.PyTreeNode):
+  """Sums over pairs of a chosen and a rejected sequence, float32."""
+
+  # 1 per pair.
+  pairs: jax.Array
+  loss: jax.Array
+  # 1 per pair whose chosen sequence has the higher reward.
+  accuracies: jax.Array
+  rewards_chosen: jax.Array
+  rewards_rejected: jax.Array
+  # Log-probabilities of the sequences [nats].
+  logps_chosen: jax.Array
+  logps_rejected: jax.Array
+
+
 class Sums(struct.PyTreeNode):
   """Sums over the tokens of a batch, float32."""
 
@@ -60,6 +75,8 @@ class Sums(struct.PyTreeNode):
   mtp: MtpSums | None = None
   # For losses that follow other models: the divergence from their predictions [nats].
   divergence: jax.Array | None = None
+  # For losses of pairs.
+  pairs: PairSums | None = None
 
 
 class Hidden(struct.PyTreeNode):
@@ -146,9 +163,16 @@ def next_token(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder:
 
 def combine(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[jax.Array, dict]:
   """Compute (total loss, its parts by name): a mean over tokens plus auxiliary losses."""
+  return add_auxiliary_losses(sums.nll / jnp.maximum(sums.weight, 1), sums, cfg, moe)
+
+
+def add_auxiliary_losses(
+  loss: jax.Array, sums: Sums, cfg: TrainingConfig, moe: MoeConfig
+) -> tuple[jax.Array, dict]:
+  """Compute (total loss, its parts by name) from a main loss and the sums over the batch."""
   weight = jnp.maximum(sums.weight, 1)
-  parts = {"loss": sums.nll / weight}
-  total = parts["loss"]
+  parts = {"loss": loss}
+  total = loss
   if cfg.z_loss_multiplier:
     parts["z_loss"] = sums.logits_z / weight
     total += cfg.z_loss_multiplier * parts["z_loss"]
@@ -208,7 +232,11 @@ class DecoderLoss(LossFunction):
     return sums, collections
 
   def hidden(
-    self, params: PyTree, batch: DeviceBatch, key: jax.Array, extra: Mapping[str, PyTree]
+    self,
+    params: PyTree,
+    batch: DeviceBatch,
+    key: jax.Array | None,
+    extra: Mapping[str, PyTree],
   ) -> Hidden:
     """Run the forward pass before the unembedding."""
     del extra

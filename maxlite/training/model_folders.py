@@ -10,7 +10,7 @@ from maxlite.config import Config, read_saved, read_values
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
 from maxlite.config.phases import phases_of
-from maxlite.config.registry import TAUGHT_LOSSES
+from maxlite.config.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
 from maxlite.config.values import suggest
 
 
@@ -73,8 +73,7 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
   Raises:
     UserError: there is no such folder or member, or a model has another vocabulary.
   """
-  losses = [phase.loss for phase in phases_of(cfg)] or [cfg.training.loss_type]
-  if not any(loss in TAUGHT_LOSSES for loss in losses):
+  if not any(loss in TAUGHT_LOSSES for loss in losses_of(cfg)):
     return []
   vocab_size = cfg.model.vocab_size
   folders = model_folders("teacher_path", cfg.training.teacher_path, cfg.training.teacher_members)
@@ -87,6 +86,34 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
   return folders
 
 
+def reference_folders(cfg: Config) -> list[ModelFolder]:
+  """The reference model of a preference loss; empty if it is in no folder, or no loss reads it.
+
+  Raises:
+    UserError: there is no such folder, it is an ensemble, or its model has another vocabulary.
+  """
+  if not any(loss in PREFERENCE_LOSSES for loss in losses_of(cfg)):
+    return []
+  key = "reference_path"
+  path = cfg.training.reference_path
+  folders = model_folders(key, path)
+  if len(folders) > 1:
+    raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
+  for folder in folders:
+    if folder.vocab_size != cfg.model.vocab_size:
+      raise UserError(
+        f"{key}={path} has vocab_size={folder.vocab_size}, the model {cfg.model.vocab_size}: name "
+        "the model that training starts from, or write the same vocab_size"
+      )
+  return folders
+
+
+def losses_of(cfg: Config) -> list[str]:
+  """The losses of the phases, or that of the run, as names in the table LOSSES."""
+  losses = [phase.loss for phase in phases_of(cfg)]
+  return losses or [cfg.training.loss_type]
+
+
 def check_model_folders(cfg: Config) -> None:
   """Check the folders whose parameters the run reads.
 
@@ -94,6 +121,6 @@ def check_model_folders(cfg: Config) -> None:
     UserError: a folder is missing, of another model, or needs plug-ins that `cfg` does not name.
   """
   parents = model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
-  for folder in (*teacher_folders(cfg), *parents):
+  for folder in (*teacher_folders(cfg), *reference_folders(cfg), *parents):
     if folder.format == "run":
       read_saved(folder.path / "config.yml", cfg)

@@ -143,6 +143,8 @@ def open_weights_of(
     reader, model=weights.model, phasing=PhasesConfig(), training=TrainingConfig()
   )
   without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them
-  checked = dataclasses.replace(cfg, model=without_drafts)
+  # The data are the reader's, whose rules its own loss and model follow.
+  without_data = dataclasses.replace(cfg.data, dataset_type="synthetic", packing=True)
+  checked = dataclasses.replace(cfg, model=without_drafts, data=without_data)
   check_rules(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
   return weights, build_trainer(cfg, devices)

@@ -1,7 +1,13 @@
 """Rules on the optimizer, the parametrization, phases, replicas and teachers."""
 
-from maxlite.config.raw_values import show
-from maxlite.config.registry import DRAFT_LOSSES, OPTIMIZERS, TAUGHT_LOSSES
+from maxlite.config.raw_values import Raw, show
+from maxlite.config.registry import (
+  DRAFT_LOSSES,
+  OPTIMIZERS,
+  PREFERENCE_LOSSES,
+  SOURCES,
+  TAUGHT_LOSSES,
+)
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
   Violation,
@@ -14,6 +20,8 @@ from maxlite.config.schema import DEFAULTS, Config, flatten
 
 # Keys that only loss `distill` reads.
 TEACHER_KEYS = tuple(key for key in DEFAULTS if key.startswith(("teacher_", "distill_")))
+# Keys that only preference losses read.
+PREFERENCE_KEYS = tuple(key for key in DEFAULTS if key.startswith(("reference_", "dpo_")))
 
 
 def optimizer(cfg: Config) -> Violations:
@@ -162,6 +170,7 @@ def local_updates(cfg: Config) -> Violations:
     "phases",
     "ema_decay",
     "teacher_path",
+    "reference_path",
     "capacity_factor",
     "optimizer_memory_host_offload",
   ]
@@ -176,10 +185,7 @@ def teacher(cfg: Config) -> Violations:
   """The rules of loss `distill`."""
   training = cfg.training
   raw_phases = cfg.phasing.phases
-  losses = [phase.get("loss", training.loss_type) for phase in raw_phases]
-  if not losses:
-    losses = [training.loss_type]
-  if not any(loss in TAUGHT_LOSSES for loss in losses):
+  if not any(loss in TAUGHT_LOSSES for loss in _losses(cfg)):
     for name in changed_keys(cfg, TEACHER_KEYS):
       yield Violation(
         [name, "loss_type"],
@@ -211,6 +217,66 @@ def teacher(cfg: Config) -> Violations:
     )
 
 
+def _losses(cfg: Config) -> list[Raw]:
+  """The losses of the phases as they are written, or that of the run."""
+  loss_type = cfg.training.loss_type
+  losses = [phase.get("loss", loss_type) for phase in cfg.phasing.phases]
+  return losses or [loss_type]
+
+
+def preference(cfg: Config) -> Violations:
+  """The rules of loss `dpo`."""
+  training = cfg.training
+  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+    for name in changed_keys(cfg, PREFERENCE_KEYS):
+      yield Violation(
+        [name, "loss_type"],
+        f"is only read by loss dpo; write loss_type=dpo, or {name}={show(DEFAULTS[name])}",
+      )
+  yield from _pairs(cfg)
+  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+    return
+  own_ensemble_key = ensemble_key(cfg.ensemble)
+  if own_ensemble_key:
+    yield Violation(
+      ["loss_type", own_ensemble_key],
+      "members have no reference model; train solo runs, or write loss_type=next_token",
+    )
+  has_adapters_only = cfg.model.lora.lora_rank > 0 and bool(cfg.phasing.phases)
+  if not training.reference_path and not has_adapters_only:
+    yield Violation(
+      ["loss_type", "reference_path"],
+      "needs a reference model; write reference_path=FOLDER of what training starts from, or "
+      "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
+    )
+  if training.dpo_beta == 0:
+    yield Violation(["dpo_beta"], "the loss would be constant; write dpo_beta=0.1")
+  if cfg.data.sequence_length_schedule:
+    yield Violation(
+      ["sequence_length_schedule", "loss_type"],
+      "would cut pairs; write sequence_length_schedule=[]",
+    )
+
+
+def _pairs(cfg: Config) -> Violations:
+  """The rules on data of pairs in a run without phases; a mixture's sources are checked one by one.
+
+  config/phases.py checks phases, which may have their own data.
+  """
+  if cfg.phasing.phases or cfg.data.dataset_mixture:
+    return
+  is_pairs = SOURCES.entry(cfg.data.dataset_type).has_pairs
+  needs_pairs = cfg.training.loss_type in PREFERENCE_LOSSES
+  if needs_pairs and not is_pairs:
+    yield Violation(
+      ["loss_type", "dataset_type"], "needs pairs of answers; write dataset_type=preference"
+    )
+  if is_pairs and not needs_pairs:
+    yield Violation(
+      ["dataset_type", "loss_type"], "pairs are for preference losses; write loss_type=dpo"
+    )
+
+
 TRAINING_RULES = (
   optimizer,
   parametrization,
@@ -218,4 +284,5 @@ TRAINING_RULES = (
   multi_token_prediction,
   local_updates,
   teacher,
+  preference,
 )

@@ -14,7 +14,8 @@ class DataConfig:
   dataset_type: str = field(
     "text",
     "Data source; `chat` reads conversations from JSON lines and trains on the assistant's answers "
-    "(data/sources/chat.py).",
+    "(data/sources/chat.py); `preference` reads pairs of a chosen and a rejected answer for loss "
+    "dpo (data/sources/preference.py).",
     choices=SOURCES,
   )
   dataset_path: tuple[str, ...] = field(
@@ -59,7 +60,9 @@ class DataConfig:
     "documents where they fit, with padding. Held-out rows are always concatenated.",
     choices=PACKING_STRATEGIES,
   )
-  packing: bool = field(True, "Pack conversations of dataset_type=chat; false: one per row.")
+  packing: bool = field(
+    True, "Pack conversations, and pairs of dataset_type=preference; false: one per row."
+  )
   token_cache_directory: str = machine_field(
     "", "Tokenized data; empty: base_output_directory/.tokens."
   )

@@ -18,9 +18,9 @@ class EnsembleConfig:
   members: tuple[FrozenMapping, ...] = field(
     (),
     "Members, each {key: value} with an optional `name`. Allowed keys: those of model (except "
-    "vocab_size), optimizer and training (except of a teacher); phases, initial_phases, "
-    "init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which applies the "
-    "allowed keys of that preset.",
+    "vocab_size), optimizer and training (except of a teacher or reference); phases, "
+    "initial_phases, init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which "
+    "applies the allowed keys of that preset.",
   )
   sweep: FrozenMapping = field(
     FrozenMapping(),

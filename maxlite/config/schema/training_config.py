@@ -52,7 +52,8 @@ class TrainingConfig:
   )
   loss_type: str = field(
     "next_token",
-    "Loss: `next_token`, or `distill`, which also follows a teacher's predictions.",
+    "Loss: `next_token`; `distill`, which also follows a teacher's predictions; or `dpo`, direct "
+    "preference optimization, which trains on dataset_type=preference.",
     choices=RUN_LOSSES,
   )
   teacher_path: str = field(
@@ -69,6 +70,20 @@ class TrainingConfig:
   )
   distill_top_k: int = field(
     0, "Likeliest tokens of the teacher that loss distill keeps, renormalized; 0: all.", low=0
+  )
+  reference_path: str = field(
+    "",
+    "Reference model of loss dpo: a run folder or a Hugging Face folder. Empty: the model without "
+    "its adapters, which must then be all that is trained.",
+  )
+  dpo_beta: float = field(
+    0.1, "Scale of the rewards in loss dpo: the strength of the pull to the reference.", low=0
+  )
+  dpo_label_smoothing: float = field(
+    0.0,
+    "Assumed share of pairs in which the wrong answer is preferred, in loss dpo.",
+    low=0,
+    high=0.5,
   )
   logits_chunk_tokens: int = field(2048, "Tokens per device with logits in memory at once.", low=1)
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
@@ -97,7 +112,7 @@ class PhasesConfig:
   phases: tuple[FrozenMapping, ...] = model_field(
     (),
     "Phases in order, each {name: N, train: [path regexes], loss: L, steps: N}. Losses: "
-    "`next_token`, `distill` (default: loss_type); for draft heads `match_head` or "
+    "`next_token`, `distill`, `dpo` (default: loss_type); for draft heads `match_head` or "
     "`next_token_and_draft`. Instead of steps: `until: {metric: M, max_steps: N, patience: N}` (or "
     "below: X, above: X). A phase may also set `repeat_batch: N` (updates on each batch), "
     "`share_optimizer_state: PHASE` (of a phase that trains the same parameters), optimizer keys, "

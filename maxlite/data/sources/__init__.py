@@ -16,14 +16,16 @@ from maxlite.data.packing import (
   DocumentWindows,
   PackedConversations,
   PackedDocuments,
+  PackedPairs,
   PackedRows,
   RowSource,
 )
 from maxlite.data.sources.array_records import array_record_documents
 from maxlite.data.sources.bad_rows import build_reject
-from maxlite.data.sources.chat import ConversationTokenizer, chat_documents, open_chat
+from maxlite.data.sources.chat import ChatEncoder, ConversationTokenizer, chat_documents, open_chat
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
+from maxlite.data.sources.preference import PairTokenizer, preference_documents
 from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -131,12 +133,7 @@ def _describe_packing(cfg: DataConfig, rows: PackedRows, tokens: Tokens) -> str:
 def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
   """Open conversations, of which only the assistant's tokens count in the loss."""
   tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
-  chat = open_chat(cfg, tokenizer)
-  if chat is None:
-    raise UserError(
-      f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
-      "template: set chat_template_path to one that fits the model"
-    )
+  chat = _open_required_chat(cfg, tokenizer)
   row_length = cfg.max_target_length
   conversations = ConversationTokenizer(chat, row_length + 1, cfg.on_bad_row)
   read = functools.partial(chat_documents, reject=conversations.reject)
@@ -149,6 +146,39 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
     tokenizer=tokenizer,
     summary=_summary(data, "conversations"),
   )
+
+
+def preference_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> DataSource:
+  """Open pairs of a chosen and a rejected conversation, which differ after a common prompt.
+
+  The two conversations of a pair are segments 2 k - 1 and 2 k of one row, each in up to half of its
+  positions.
+  """
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  chat = _open_required_chat(cfg, tokenizer)
+  row_length = cfg.max_target_length
+  pairs = PairTokenizer(chat, row_length // 2 + 1, cfg.on_bad_row)
+  read = functools.partial(preference_documents, reject=pairs.reject)
+  data = _open_tokens(read, ".jsonl", cfg, pairs, cache_directory)
+  held_out = PackedPairs(data.eval, row_length, None, packing=cfg.packing)
+  return DataSource(
+    train=PackedPairs(data.train, row_length, _order_seed(cfg), packing=cfg.packing),
+    eval=held_out if len(held_out) else None,
+    num_bytes_V=tokenizer.num_bytes_V,
+    summary=_summary(data, "pairs", documents_per_unit=2),
+    files=data.files,
+  )
+
+
+def _open_required_chat(cfg: DataConfig, tokenizer: Tokenizer) -> ChatEncoder:
+  """Open the chat template; raise UserError if there is none."""
+  chat = open_chat(cfg, tokenizer)
+  if chat is None:
+    raise UserError(
+      f"tokenizer_type={cfg.tokenizer_type} tokenizer_path={cfg.tokenizer_path!r} has no chat "
+      "template: set chat_template_path to one that fits the model"
+    )
+  return chat
 
 
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
@@ -225,14 +255,17 @@ def _source(
   )
 
 
-def _summary(data: TokenizedData, unit: str) -> str:
+def _summary(data: TokenizedData, unit: str, documents_per_unit: int = 1) -> str:
   """Return the sizes of both splits, and what was dropped or changed, for the log.
 
   Args:
     data: both splits.
-    unit: what a document is, in the plural.
+    unit: what a document is, in the plural; or what several documents are together.
+    documents_per_unit: their number.
   """
-  summary = f"train {_size(data.train, unit)}; eval {_size(data.eval, unit)}"
+  train = _size(data.train, unit, documents_per_unit)
+  held_out = _size(data.eval, unit, documents_per_unit)
+  summary = f"train {train}; eval {held_out}"
   if data.num_dropped:
     summary += f"; {data.num_dropped:,} training {unit} dropped as duplicates of held-out ones"
   for what, count in data.counts.items():
@@ -241,9 +274,10 @@ def _summary(data: TokenizedData, unit: str) -> str:
   return summary
 
 
-def _size(tokens: Tokens, unit: str) -> str:
+def _size(tokens: Tokens, unit: str, documents_per_unit: int) -> str:
   num_tokens = int(tokens.lengths.sum())
-  return f"{num_tokens:,} tokens in {len(tokens.lengths):,} {unit}"
+  num_units = len(tokens.lengths) // documents_per_unit
+  return f"{num_tokens:,} tokens in {num_units:,} {unit}"
 
 
 text_source = functools.partial(_text_source, text_documents, "")

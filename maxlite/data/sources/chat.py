@@ -15,7 +15,7 @@ from maxlite.config.json_values import Json
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
-from maxlite.data.sources.chat_template import ChatTemplate, Message
+from maxlite.data.sources.chat_template import ChatTemplate, Message, RenderedText
 from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
@@ -90,15 +90,26 @@ class ChatEncoder:
       UserError: see `ChatTemplate.render_answers`.
     """
     for rendered in self._template.render_answers(messages):
-      ids, starts = self._tokenizer.encode_with_offsets(rendered.text)
-      stops = np.append(starts[1:], len(rendered.text))
-      is_answer = np.zeros(len(ids), bool)
-      for answer in rendered.answers:
-        if answer.start < answer.stop:
-          starts_before_end = starts < answer.stop
-          ends_after_start = (starts >= answer.start) | (stops > answer.start)
-          is_answer |= starts_before_end & ends_after_start
-      yield MaskedIds(ids, is_answer)
+      yield self._encode_rendered(rendered)
+
+  def encode_completion(self, messages: Sequence[Message], num_prompt: int) -> MaskedIds:
+    """Encode a conversation, of which the answers after `num_prompt` messages are marked.
+
+    Raises:
+      UserError: see `ChatTemplate.render_completion`.
+    """
+    return self._encode_rendered(self._template.render_completion(messages, num_prompt))
+
+  def _encode_rendered(self, rendered: RenderedText) -> MaskedIds:
+    ids, starts = self._tokenizer.encode_with_offsets(rendered.text)
+    stops = np.append(starts[1:], len(rendered.text))
+    is_answer = np.zeros(len(ids), bool)
+    for answer in rendered.answers:
+      if answer.start < answer.stop:
+        starts_before_end = starts < answer.stop
+        ends_after_start = (starts >= answer.start) | (stops > answer.start)
+        is_answer |= starts_before_end & ends_after_start
+    return MaskedIds(ids, is_answer)
 
   def _end_of_turn(self) -> list[int]:
     """Return the special token that the template puts after an answer, or []."""
@@ -222,7 +233,7 @@ def _document(row: JsonRow) -> Iterator[bytes]:
 def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
   """Return the messages of a line; raise UserError if it has none."""
   if "messages" in record:
-    return _checked(record["messages"], f"{place}: messages")
+    return check_messages(record["messages"], f"{place}: messages")
   if not {"prompt", "completion"} <= set(record):
     raise UserError(
       f"{place}: neither `messages` nor `prompt` and `completion` among {sorted(record)}: write "
@@ -233,11 +244,11 @@ def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
     value = record[name]
     if isinstance(value, str):
       value = [{"role": role, "content": value}]
-    messages += _checked(value, f"{place}: {name}")
+    messages += check_messages(value, f"{place}: {name}")
   return messages
 
 
-def _checked(messages: Json, place: str) -> list[Message]:
+def check_messages(messages: Json, place: str) -> list[Message]:
   """Return `messages` if it is a list of {"role": ..., "content": ..., ...}."""
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")

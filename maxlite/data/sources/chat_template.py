@@ -101,6 +101,31 @@ class ChatTemplate:
       answers += prefix.answers
     return [RenderedText(text, answers)]
 
+  def render_completion(self, messages: Sequence[Message], num_prompt: int) -> RenderedText:
+    """Render a conversation, and locate the answers that follow its first `num_prompt` messages.
+
+    Answers are located as by `render_answers`.
+
+    Raises:
+      UserError: see `render_answers`; or the template renders an earlier answer differently from a
+        last one, and several answers follow.
+    """
+    texts = self.render_answers(messages)
+    if self._marks_answers:
+      prompt = self._render(messages[:num_prompt], add_generation_prompt=False)
+      num_before = len(_extract_spans(prompt).answers)
+    else:
+      num_before = _count_answers(messages[:num_prompt])
+    if len(texts) == 1:
+      text = texts[0]
+      return RenderedText(text.text, text.answers[num_before:])
+    if len(texts) > num_before + 1 or messages[-1]["role"] != "assistant":
+      raise UserError(
+        f"{self._place} renders an earlier answer differently from a last one, so a conversation "
+        "can have only one answer after the prompt, at its end"
+      )
+    return texts[-1]
+
   def _render_last_answer(self, messages: Sequence[Message]) -> RenderedText:
     """Render a conversation that ends with an answer, and locate only that answer."""
     before = self._render(messages[:-1], add_generation_prompt=True)
@@ -150,6 +175,11 @@ class ChatTemplate:
     if isinstance(value, list):
       return [self._escape(inner) for inner in value]
     return value
+
+
+def _count_answers(messages: Sequence[Message]) -> int:
+  """Return the number of the assistant's messages."""
+  return sum(message["role"] == "assistant" for message in messages)
 
 
 def _has_paired_marks(text: str) -> bool:

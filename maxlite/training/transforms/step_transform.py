@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.registry import STEP_TRANSFORMS
 from maxlite.config.schema import Config
+from maxlite.data.batch import DeviceBatch
 from maxlite.metrics.step_row import Row
+from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction
@@ -24,6 +26,9 @@ from maxlite.step.train_step import Step
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective
 from maxlite.training.objective_plan import ObjectivePlan, StepPrograms
+
+# (parameters, global batch) -> sums over the batch; see evaluation/held_out.py.
+EvalStep = Callable[[PyTree, DeviceBatch], dict[str, PyTree]]
 
 
 class TransformRequest(NamedTuple):
@@ -110,6 +115,13 @@ class StepTransform:
     """
     del build
     return programs
+
+  # What it adds to evaluation.
+
+  def build_eval_step(self, model: Decoder) -> EvalStep | None:
+    """The evaluation step of the run's held-out rows, if they are not text; see `EvalStep`."""
+    del model
+    return None
 
   # What the run reports.
 

@@ -5,19 +5,14 @@ pass to the losses of the table TAUGHT_LOSSES.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config.registry import TAUGHT_LOSSES
-from maxlite.config.schema import Config, MoeConfig, TrainingConfig
+from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import DeviceBatch
-from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
-from maxlite.metrics.waits import report_wait
 from maxlite.models import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
@@ -25,60 +20,16 @@ from maxlite.step.train_state import Metrics
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
 from maxlite.training.model_folders import teacher_folders
-from maxlite.training.model_weights import ModelWeights, open_weights_of
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
-from maxlite.training.transforms.step_transform import (
-  StepTransform,
-  TransformRequest,
-  find_transform,
-)
+from maxlite.training.transforms.frozen_models import FrozenModels
+from maxlite.training.transforms.step_transform import TransformRequest, find_transform
 
 TEACHER = "teacher"  # The name of the parameters among the inputs of a step.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class FrozenModel:
-  """A model whose predictions a loss follows."""
-
-  weights: ModelWeights
-  trainer: Trainer  # Of this model, on the student's mesh and batches.
-
-
-class Teacher(StepTransform):
-  """The frozen models of a run, whose parameters are read on first use."""
-
-  def __init__(self, cfg: Config, mesh: Mesh):
-    self._cfg = cfg
-    self._mesh = mesh
-
-  @functools.cached_property
-  def models(self) -> list[FrozenModel]:
-    """The models. Raises UserError if one cannot be read, or does not fit the mesh."""
-    models = []
-    devices = list(self._mesh.devices.flat)
-    for folder in teacher_folders(self._cfg):
-      weights, trainer = open_weights_of(folder, self._cfg, devices)
-      models.append(FrozenModel(weights, trainer))
-    return models
-
-  @functools.cached_property
-  def params(self) -> tuple[PyTree, ...]:
-    """The parameters of every model: their moving averages if it has them."""
-    models = self.models
-    with report_wait("reading the teacher"):
-      return tuple(model.weights.read_averages(model.trainer) for model in models)
-
-  def inputs(self) -> Mapping[str, PyTree]:
-    return {TEACHER: self.params}
-
-  def abstract_inputs(self) -> Mapping[str, PyTree]:
-    return {TEACHER: tuple(model.trainer.abstract_state.params for model in self.models)}
-
-  @functools.cached_property
-  def inputs_hash(self) -> str:
-    """A hash of all parameters, which does not depend on the mesh."""
-    return tree_hash(self.params)
+class Teacher(FrozenModels):
+  """The teachers of a run."""
 
   def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
     if objective.loss not in TAUGHT_LOSSES:
@@ -91,20 +42,13 @@ class Teacher(StepTransform):
       return 0.0
     return self.forward_flops(batch_shape)
 
-  def forward_flops(self, batch_shape: tuple[int, int]) -> float:
-    """FLOPs of the forward passes; `train_flops` also counts a backward pass of all parameters."""
-    total = 0.0
-    for model in self.models:
-      trainer = model.trainer
-      total += train_flops(trainer.cfg.model, trainer.parameter_sizes, batch_shape).total
-    return total / (1 + BACKWARD_OVER_FORWARD)
-
 
 def build_teacher(request: TransformRequest) -> Teacher | None:
   """The teacher of a run with a loss that follows one; an entry of STEP_TRANSFORMS."""
-  if not teacher_folders(request.cfg):
+  folders = teacher_folders(request.cfg)
+  if not folders:
     return None
-  return Teacher(request.cfg, request.mesh)
+  return Teacher(TEACHER, request.cfg, request.mesh, folders)
 
 
 def teacher_of(trainer: Trainer) -> Teacher | None:
@@ -119,7 +63,11 @@ class TaughtLoss(DecoderLoss):
   teachers: tuple[Decoder, ...]
 
   def hidden(
-    self, params: PyTree, batch: DeviceBatch, key: jax.Array, extra: Mapping[str, PyTree]
+    self,
+    params: PyTree,
+    batch: DeviceBatch,
+    key: jax.Array | None,
+    extra: Mapping[str, PyTree],
   ) -> Hidden:
     own = super().hidden(params, batch, key, extra)
     results = []

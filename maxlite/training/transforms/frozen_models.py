@@ -1,0 +1,78 @@
+"""Models beside the trained one: frozen, read from folders, and inputs of every step.
+
+They run on the mesh of the trained model, in its step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import Mesh
+
+from maxlite.checkpoint.checksum import tree_hash
+from maxlite.config.schema import Config
+from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
+from maxlite.metrics.waits import report_wait
+from maxlite.sharding.pytree import PyTree
+from maxlite.training.model_folders import ModelFolder
+from maxlite.training.model_weights import ModelWeights, open_weights_of
+from maxlite.training.trainer import Trainer
+from maxlite.training.transforms.step_transform import StepTransform
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FrozenModel:
+  """A model whose predictions a loss reads."""
+
+  weights: ModelWeights
+  trainer: Trainer  # Of this model, on the mesh and batches of the trained one.
+
+
+class FrozenModels(StepTransform):
+  """The frozen models of a run, whose parameters are read on first use."""
+
+  def __init__(self, name: str, cfg: Config, mesh: Mesh, folders: Sequence[ModelFolder]):
+    """
+    Args:
+      name: of the parameters among the inputs of a step; a tuple of those of each model.
+    """
+    self._name = name
+    self._cfg = cfg
+    self._mesh = mesh
+    self._folders = folders
+
+  @functools.cached_property
+  def models(self) -> list[FrozenModel]:
+    """The models. Raises UserError if one cannot be read, or does not fit the mesh."""
+    models = []
+    devices = list(self._mesh.devices.flat)
+    for folder in self._folders:
+      weights, trainer = open_weights_of(folder, self._cfg, devices)
+      models.append(FrozenModel(weights, trainer))
+    return models
+
+  @functools.cached_property
+  def params(self) -> tuple[PyTree, ...]:
+    """The parameters of every model: their moving averages if it has them."""
+    models = self.models
+    with report_wait(f"reading the {self._name}"):
+      return tuple(model.weights.read_averages(model.trainer) for model in models)
+
+  def inputs(self) -> Mapping[str, PyTree]:
+    return {self._name: self.params}
+
+  def abstract_inputs(self) -> Mapping[str, PyTree]:
+    return {self._name: tuple(model.trainer.abstract_state.params for model in self.models)}
+
+  @functools.cached_property
+  def inputs_hash(self) -> str:
+    """A hash of all parameters, which does not depend on the mesh."""
+    return tree_hash(self.params)
+
+  def forward_flops(self, batch_shape: tuple[int, int]) -> float:
+    """FLOPs of the forward passes; `train_flops` also counts a backward pass of all parameters."""
+    total = 0.0
+    for model in self.models:
+      trainer = model.trainer
+      total += train_flops(trainer.cfg.model, trainer.parameter_sizes, batch_shape).total
+    return total / (1 + BACKWARD_OVER_FORWARD)

@@ -1,0 +1,169 @@
+"""Preference data: the forms of lines, masks of the answers after the prompt, packing of pairs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_cases import MARKED, UNMARKED, save_tokenizer, turns
+
+from maxlite.config.errors import UserError
+from maxlite.config.registry import TOKENIZERS
+from maxlite.config.schema import DataConfig
+from maxlite.data.loader import open_data
+from maxlite.data.packing import PackedPairs
+from maxlite.data.sources.chat import ChatEncoder, fixed_date
+from maxlite.data.sources.preference import preference_documents
+from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = {"role": "user", "content": "two?"}
+GOOD = {"role": "assistant", "content": "It is two."}
+BAD = {"role": "assistant", "content": "five"}
+
+
+def pairs_of(tmp_path, *records):
+  """What is read of these lines: (prompt, chosen, rejected) of each."""
+  file = tmp_path / "pairs.jsonl"
+  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  pairs = []
+  for pieces in preference_documents(file, "", 0, 1):
+    prompt, answers, _ = pieces
+    pairs.append((json.loads(prompt), *json.loads(answers)))
+  return pairs
+
+
+@pytest.mark.parametrize(
+  "record",
+  [
+    {"prompt": "two?", "chosen": "It is two.", "rejected": "five"},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "score": 3},
+    {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    # As in the hub's binarized UltraFeedback.
+    {"prompt": "two?", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+  ],
+  ids=["texts", "messages", "one message", "conversations", "conversations and prompt"],
+)
+def test_every_form_of_a_line_is_the_same_pair(tmp_path, record):
+  assert pairs_of(tmp_path, record) == [([USER], [GOOD], [BAD])]
+
+
+def test_equal_conversations_have_an_answer(tmp_path):
+  assert pairs_of(tmp_path, {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}) == [
+    ([USER], [GOOD], [GOOD])
+  ]
+
+
+@pytest.mark.parametrize(
+  ("record", "message"),
+  [
+    ({"prompt": "a", "chosen": "b"}, "no `rejected` among"),
+    ({"chosen": "b", "rejected": "c"}, "neither `prompt` nor `messages`"),
+    ({"prompt": "a", "chosen": [USER, GOOD], "rejected": "c"}, "write both as answers, or both"),
+    ({"prompt": "a", "chosen": [], "rejected": "c"}, "a list of at least one message"),
+    ({"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "remove `prompt`, or"),
+    ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt must be a list"),
+  ],
+  ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_mistakes_in_a_line_are_named(tmp_path, record, message):
+  with pytest.raises(UserError, match=f"pairs.jsonl:1.*{message}"):
+    pairs_of(tmp_path, record)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("tokenizer")
+  return TOKENIZERS["huggingface"](save_tokenizer(folder, tokenizer_config=NAMES))
+
+
+@pytest.mark.parametrize("source", [MARKED[0], UNMARKED[0]], ids=["marked", "unmarked"])
+def test_answers_in_the_prompt_have_no_weight(tokenizer, source):
+  chat = ChatEncoder(tokenizer, source, place="the template", today=fixed_date)
+  messages = turns("two?", "It is two.", "three?", "It is five.")
+  ids, is_answer = chat.encode_completion(messages, num_prompt=3)
+  assert tokenizer.decode(ids[is_answer].tolist()) == "It is five."
+  ids, is_answer = chat.encode_completion(messages, num_prompt=1)
+  assert "two" in tokenizer.decode(ids[is_answer].tolist())
+
+
+def test_a_template_that_changes_earlier_answers_needs_one_answer(tokenizer):
+  last = "{% if loop.last %}thinking {% endif %}"
+  source = UNMARKED[0].replace("{{ message.content +", f"{last}{{{{ message.content +", 1)
+  chat = ChatEncoder(tokenizer, source, place="the template", today=fixed_date)
+  messages = turns("two?", "It is two.", "three?", "five")
+  ids, is_answer = chat.encode_completion(messages, num_prompt=3)
+  assert tokenizer.decode(ids[is_answer].tolist()).strip() == "thinking five"
+  with pytest.raises(UserError, match="only one answer after the prompt"):
+    chat.encode_completion(messages, num_prompt=1)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_row_has_the_two_documents_of_a_pair_one_after_the_other(tmp_path, packing):
+  draw = np.random.default_rng(0)
+  lengths = draw.integers(2, 10, size=40)
+  # The ids of a document are its number.
+  ids = np.repeat(np.arange(40, dtype=np.uint32), lengths) | LOSS_MASK_BIT
+  ids.tofile(tmp_path / "ids.bin")
+  tokens = Tokens(tmp_path / "ids.bin", ids.dtype, "digest", lengths)
+  rows = PackedPairs(tokens, 32, order_seed=1, packing=packing)
+  pairs = []
+  for index in range(len(rows)):
+    row = rows[index]
+    num_segments = int(row["segment_BT"].max())
+    assert num_segments % 2 == 0
+    assert packing or num_segments == 2
+    for segment in range(1, num_segments + 1, 2):
+      is_chosen = row["segment_BT"] == segment
+      is_rejected = row["segment_BT"] == segment + 1
+      (chosen,) = set(row["tokens_BT"][is_chosen].tolist())
+      (rejected,) = set(row["tokens_BT"][is_rejected].tolist())
+      assert is_chosen.sum() == lengths[chosen] - 1
+      assert is_rejected.sum() == lengths[rejected] - 1
+      pairs.append((chosen, rejected))
+  assert sorted(pairs) == [(n, n + 1) for n in range(0, 40, 2)]
+  assert pairs != sorted(pairs)
+  assert not packing or len(rows) < 12
+
+
+def data_of(folder, records, **keys):
+  file = folder / "pairs.jsonl"
+  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  keys = {"max_target_length": 64, "eval_fraction": 0.3, **keys}
+  cfg = DataConfig(
+    dataset_type="preference",
+    dataset_path=(str(file),),
+    chat_template_path=str(Path("configs/chat/plain.jinja")),
+    **keys,
+  )
+  return open_data(
+    cfg,
+    vocab_size=264,
+    global_batch_size=2,
+    rows=range(2),
+    cache_directory=folder / "cache",
+  )
+
+
+def test_pairs_of_one_prompt_are_in_one_split_and_long_ones_are_counted(tmp_path):
+  records = []
+  for prompt in range(20):
+    for answer in range(2):
+      records.append({"prompt": f"{prompt}", "chosen": "a" * (answer + 1), "rejected": "b"})
+  records.append({"prompt": "p", "chosen": "a" * 40, "rejected": "b"})  # 21 + 40 bytes
+  records.append({"prompt": "p" * 40, "chosen": "a", "rejected": "b"})
+  source = data_of(tmp_path, records).source
+  assert "1 cut at half of max_target_length" in source.summary
+  assert "1 cut before an answer" in source.summary
+  prompts = []
+  for rows in (source.train, source.eval):
+    found = set()
+    for index in range(len(rows)):
+      row = rows[index]
+      for segment in range(1, int(row["segment_BT"].max()) + 1):
+        is_prompt = (row["segment_BT"] == segment) & (row["weight_BT"] == 0)
+        found.add(tuple(row["tokens_BT"][is_prompt].tolist()))
+    prompts.append(found)
+  assert prompts[1]
+  assert not prompts[0] & prompts[1]

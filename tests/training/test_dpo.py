@@ -1,0 +1,278 @@
+"""The loss `dpo`: as defined on separate sequences, on any mesh, with either kind of reference."""
+
+import dataclasses
+import functools
+import json
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_distill import save_run
+from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, state_on, take_steps
+from tiny_run import keys_in, logged, start
+
+from maxlite.config.errors import UserError
+from maxlite.config.schema import LoraConfig
+from maxlite.data.batch import Batch
+from maxlite.data.packing import pad_row
+from maxlite.layers.lora import ADAPTER, drop_modules
+from maxlite.models import Decoder
+from maxlite.optim.labels import paths_in
+from maxlite.runs.evaluate_run import run_evaluation
+from maxlite.training.trainer import build_trainer
+
+PAIRS = {
+  "loss_type": "dpo",
+  "dpo_beta": 0.5,
+  "dpo_label_smoothing": 0.1,
+  "dataset_type": "preference",
+  "dataset_path": "configs/chat/preferences.jsonl",
+  "chat_template_path": "configs/chat/plain.jinja",
+}
+ADAPTERS = {
+  "lora_rank": 2,
+  "lora_alpha": 4,
+  "phases": "[{name: tune, train: ['.*lora_.*'], steps: 8}]",
+}
+DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}
+MOE = {"decoder_block": "mixtral", "base_num_decoder_layers": 1, "load_balance_loss_weight": 0.5}
+MEANS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+MEANS += ("logps/chosen", "logps/rejected")
+
+
+def draw_pairs(seed):
+  """By row, its pairs of sequences, each (ids, number of ids of the prompt)."""
+  draw = np.random.default_rng(seed)
+  rows = []
+  for row in range(ROWS):
+    pairs = []
+    room = 0 if row % 4 == 3 else LENGTH
+    while room >= 8 and len(pairs) < 2:
+      prompt = draw.integers(VOCAB, size=draw.integers(1, 3))
+      answers = [draw.integers(VOCAB, size=draw.integers(1, 4)) for _ in range(2)]
+      pair = [(np.concatenate([prompt, answer]), len(prompt)) for answer in answers]
+      pairs.append(pair)
+      room -= sum(len(ids) - 1 for ids, _ in pair)
+    rows.append(pairs)
+  return rows
+
+
+def packed(rows):
+  """The batch with all pairs of a row in it."""
+  batch_rows = []
+  for pairs in rows:
+    sequences = [sequence for pair in pairs for sequence in pair]
+    inputs = [ids[:-1] for ids, _ in sequences]
+    row = pad_row(
+      np.concatenate([[], *inputs]).astype(int),
+      np.concatenate([[], *(ids[1:] for ids, _ in sequences)]).astype(int),
+      np.array([len(ids) for ids in inputs], int),
+      LENGTH,
+    )
+    weights = [np.arange(1, len(ids)) >= num_prompt for ids, num_prompt in sequences]
+    weight = np.concatenate([[], *weights])
+    row["weight_BT"][: len(weight)] = weight
+    batch_rows.append(row)
+  return Batch(**{name: np.stack([row[name] for row in batch_rows]) for name in batch_rows[0]})
+
+
+def trainer_on(mesh, num_devices=8, **keys):
+  return build_trainer(config_of(**PAIRS | mesh_keys(mesh) | keys), jax.devices()[:num_devices])
+
+
+def with_drawn_adapters(state):
+  """The state on the host, whose adapters change the model."""
+  draw = np.random.default_rng(1)
+  host = jax.device_get(state)
+
+  def drawn(key_path, leaf):
+    if any(getattr(key, "key", "") in ADAPTER for key in key_path):
+      return draw.standard_normal(leaf.shape).astype(leaf.dtype) / 4
+    return leaf
+
+  return host.replace(params=jax.tree.map_with_path(drawn, host.params))
+
+
+class Alone(NamedTuple):
+  """Sequences with a row each."""
+
+  tokens_ST: np.ndarray
+  targets_ST: np.ndarray
+  # 1 where the target is of an answer.
+  weight_ST: np.ndarray
+
+
+def separate(rows):
+  """The chosen sequence of every pair, and the rejected ones, unpacked."""
+  sequences = []
+  for side in range(2):
+    sequences += [pair[side] for pairs in rows for pair in pairs]
+  alone = Alone(*(np.zeros((len(sequences), LENGTH), int) for _ in range(3)))
+  for n, (ids, num_prompt) in enumerate(sequences):
+    alone.tokens_ST[n, : len(ids) - 1] = ids[:-1]
+    alone.targets_ST[n, : len(ids) - 1] = ids[1:]
+    alone.weight_ST[n, num_prompt - 1 : len(ids) - 1] = 1
+  return alone
+
+
+def log_probs(model, params, alone):
+  """(of the chosen, of the rejected) answers, each [pairs]."""
+  logits = model.apply({"params": params}, alone.tokens_ST)
+  log_p = jax.nn.log_softmax(logits)
+  of_target = jnp.take_along_axis(log_p, jnp.asarray(alone.targets_ST)[..., None], axis=2)[..., 0]
+  return jnp.split(jnp.sum(of_target * alone.weight_ST.astype(np.float32), axis=1), 2)
+
+
+def loss_by_definition(trainer, params, rows):
+  """(loss, means over pairs), from sequences with a row each."""
+  model = trainer.cfg.model
+  base = Decoder(dataclasses.replace(model, lora=LoraConfig()), trainer.sharder)
+  alone = separate(rows)
+  policy = log_probs(trainer.model, params, alone)
+  reference = log_probs(base, drop_modules(params, ADAPTER), alone)
+  chosen, rejected = (0.5 * (p - r) for p, r in zip(policy, reference, strict=True))
+  p_preferred = jax.nn.sigmoid(chosen - rejected)
+  loss = -0.9 * jnp.log(p_preferred) - 0.1 * jnp.log(1 - p_preferred)
+  is_right = (chosen > rejected).astype(jnp.float32)
+  columns = (loss, chosen, rejected, chosen - rejected, is_right, *policy)
+  means = {name: jnp.mean(each) for name, each in zip(MEANS, columns, strict=True)}
+  return means["loss"], means
+
+
+@pytest.fixture(scope="module")
+def dense():
+  """A trainer on one device, and its first state with adapters that change the model."""
+  trainer = trainer_on("", 1, **DENSE, **ADAPTERS, per_device_batch_size=ROWS)
+  return trainer, with_drawn_adapters(trainer.init_state())
+
+
+def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense):
+  trainer, state = dense
+  rows = draw_pairs(0)
+  step = jax.jit(trainer.build_parts(0).gradients)
+  result = step(state.params, None, place(trainer, packed(rows)), jax.random.key(0))
+  by_definition = functools.partial(loss_by_definition, trainer, rows=rows)
+  (_, means), gradients = jax.jit(jax.value_and_grad(by_definition, has_aux=True))(state.params)
+  assert 0 < means["rewards/accuracies"] < 1
+  for name in MEANS:
+    np.testing.assert_allclose(result.metrics[name], means[name], rtol=1e-5, err_msg=name)
+  expected = dict(zip(paths_in(gradients), jax.tree.leaves(gradients), strict=True))
+  found = dict(zip(paths_in(result.gradients), jax.tree.leaves(result.gradients), strict=True))
+  assert found
+  for path, gradient in found.items():
+    np.testing.assert_allclose(gradient, expected[path], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def one_step():
+  """(state before, parameters and metrics after) a step of an MoE model on one device."""
+  trainer = trainer_on("", 1, **MOE, **ADAPTERS, per_device_batch_size=ROWS)
+  state = with_drawn_adapters(trainer.init_state())
+  after, (metrics,) = take_steps(trainer, state, [packed(draw_pairs(0))])
+  return state, after.params, metrics
+
+
+@pytest.mark.parametrize(
+  ("mesh", "num_micro"),
+  [
+    ("fsdp=2 context=2 tensor=2", 1),
+    ("data=2 expert=2 context=2", 2),
+    pytest.param("fsdp=8", 1, marks=pytest.mark.slow),
+    pytest.param("data=2 fsdp=2 tensor=2", 4, marks=pytest.mark.slow),
+  ],
+)
+def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro):
+  state, expected, expected_metrics = one_step
+  trainer = trainer_on(mesh, **MOE, **ADAPTERS, gradient_accumulation_steps=num_micro)
+  after, (metrics,) = take_steps(trainer, state, [packed(draw_pairs(0))])
+  for name in (*MEANS, "load_balance_loss", "total_loss", "grad_norm"):
+    np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=5e-5, err_msg=name)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+  jax.tree.map(close, after.params, expected)
+
+
+def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path):
+  trainer, state = dense
+  rows = packed(draw_pairs(0))
+  _, (expected,) = take_steps(trainer, state, [rows])
+  plain = config_of(**DENSE)
+  save_run(tmp_path, drop_modules(state.params, ADAPTER), plain)
+  keys = DENSE | ADAPTERS | {"reference_path": tmp_path, "per_device_batch_size": ROWS}
+  referring = trainer_on("", 1, **keys)
+  inputs = referring.with_extra_inputs(place(referring, rows))
+  _, metrics = referring.train_step(state_on(referring, state), inputs)
+  for name in (*MEANS, "grad_norm"):
+    np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-6, err_msg=name)
+  (flops,) = referring.flops_per_step
+  assert [flops] == trainer.flops_per_step
+  assert referring.inputs_hash
+  assert not trainer.inputs_hash
+
+
+def test_a_run_learns_and_evaluates_preferences(folder, capsys):
+  pairs = [{"prompt": f"{n}", "chosen": f"{n}", "rejected": f"{n + 1}"} for n in range(40)]
+  folder.mkdir(exist_ok=True)
+  (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+  keys = DENSE | ADAPTERS | PAIRS
+  keys |= {"dataset_path": folder / "pairs.jsonl", "max_target_length": 64, "eval_fraction": 0.2}
+  code, output = start(folder, **keys)
+  assert code == 0
+  assert " pairs; eval " in output
+  first, *_, last = logged(folder)
+  # Before the first update, model and reference are equal.
+  np.testing.assert_allclose(first["loss"], np.log(2), rtol=1e-5)
+  np.testing.assert_allclose(first["rewards/margins"], 0, atol=1e-5)
+  assert last["rewards/margins"] > 0
+  assert 0 <= last["eval_rewards/accuracies"] <= 1
+  capsys.readouterr()
+  assert run_evaluation(config_of(**keys_in(folder, **keys))) == 0
+  printed = capsys.readouterr().out
+  for name in ("eval_loss", "eval_rewards/accuracies", "eval_ema_rewards/margins"):
+    assert f"{name} {last[name]:.6g}" in printed
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"phases": "[]", "lora_rank": 0}, "needs a reference model; write reference_path=FOLDER"),
+    ({"phases": "[]"}, "needs a reference model"),
+    ({"lora_rank": 0}, "needs a reference model"),
+    ({"reference_path": "nowhere"}, "reference_path=nowhere is not a run folder"),
+    ({"loss_type": "next_token"}, "is only read by loss dpo; write loss_type=dpo, or dpo_beta=0.1"),
+    ({"dpo_beta": 0}, "the loss would be constant"),
+    (
+      {"sequence_length_schedule": "[[0, 8]]", "phases": "[]", "reference_path": "x"},
+      "would cut pairs",
+    ),
+    ({"members": "[{name: a}]"}, "members have no reference model"),
+    ({"dataset_type": "chat"}, "needs pairs of answers; write dataset_type: preference"),
+    (
+      {"dataset_type": "chat", "phases": "[]", "reference_path": "x"},
+      "needs pairs of answers; write dataset_type=preference",
+    ),
+    (
+      {"loss_type": "next_token", "phases": "[]", "dpo_beta": 0.1, "dpo_label_smoothing": 0},
+      "dataset_type=preference with loss_type=next_token: pairs are for preference losses",
+    ),
+    (
+      {"phases": "[{name: fit, train: ['.*'], steps: 8, loss: next_token}]"},
+      "is only read by loss dpo",
+    ),
+    (
+      {
+        "phases": "[{name: fit, train: ['.*'], steps: 8, loss: next_token}]",
+        "dpo_beta": 0.1,
+        "dpo_label_smoothing": 0,
+      },
+      "pairs are for preference losses; write loss: dpo",
+    ),
+    ({"phases": "[{name: all, train: ['.*'], steps: 8}]"}, "would change its own reference by"),
+  ],
+  ids=str,
+)
+def test_mistakes_are_one_line(keys, message):
+  with pytest.raises(UserError, match=re.escape(message)):
+    build_trainer(config_of(**DENSE | ADAPTERS | PAIRS | keys), jax.devices()[:1])
