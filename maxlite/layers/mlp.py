@@ -55,26 +55,31 @@ def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def checkpointed_activation(activation: Activation, *up: jax.Array) -> jax.Array:
+def checkpointed_activation(activation: Activation, up: tuple[jax.Array, ...]) -> jax.Array:
   """activation(*up); the backward pass saves only the operands and recomputes the result."""
+  return _activate(activation, up)
+
+
+def _activate(activation: Activation, up: tuple[jax.Array, ...]) -> jax.Array:
   return activation(*up)
 
 
 def _activation_forward(
   activation: Activation,
-  *up: jax.Array,
+  up: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return activation(*up), up
+  return _activate(activation, up), up
 
 
 def _activation_backward(
   activation: Activation,
   up: tuple[jax.Array, ...],
   dh: jax.Array,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...]]:
   # The barrier makes XLA recompute the activation, which is cheaper than writing it to memory in
   # the forward pass; without it, XLA would reuse that of the forward pass.
-  _, pull_back = jax.vjp(activation, *jax.lax.optimization_barrier(up))
+  activate = functools.partial(_activate, activation)
+  _, pull_back = jax.vjp(activate, jax.lax.optimization_barrier(up))
   return pull_back(dh)
 
 
@@ -109,7 +114,7 @@ class MLP(nn.Module):
       )
       up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
       up.append(self.sharder.constrain(up_BTF, (*ROWS, "activation_mlp")))
-    h_BTF = checkpointed_activation(build_activation(activations, self.limit), *up)
+    h_BTF = checkpointed_activation(build_activation(activations, self.limit), tuple(up))
     wo = self.linear(
       self.cfg,
       self.sharder,

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.attention_shard import AttentionOptions, ShardOperands
 from maxlite.sharding.collectives import from_zigzag, to_zigzag, zigzag_chunks
@@ -36,13 +36,13 @@ class _Ring(NamedTuple):
     return jax.lax.axis_size(self.context)
 
   @property
-  def kernel_options(self) -> dict[str, object]:
-    """The arguments of a kernel for one pair of chunks."""
-    return {
-      "block_q": self.options.block_q,
-      "scale": self.options.scale,
-      "soft_cap": self.options.soft_cap,
-    }
+  def score(self) -> ScoreOptions:
+    """The options of a kernel for one pair of chunks."""
+    return ScoreOptions(
+      scale=self.options.scale,
+      block_q=self.options.block_q,
+      soft_cap=self.options.soft_cap,
+    )
 
 
 class _KeysValues(NamedTuple):
@@ -159,7 +159,7 @@ def _forward(
       kv.k_2bngc[pair.j],
       kv.v_2bngc[pair.j],
       pair.mask,
-      **ring.kernel_options,
+      ring.score,
     )
     return _add_output(output, pair.i, o_bnhc.astype(dtype), lse_bhn)
 
@@ -228,10 +228,10 @@ def _backward(
       kv.k_2bngc[pair.j],
       kv.v_2bngc[pair.j],
       pair.mask,
+      ring.score,
       residuals.o_2bnhc[pair.i],
       residuals.lse_2bhn[pair.i],
       do_2bnhc[pair.i],
-      **ring.kernel_options,
     )
     return _add_gradients(total, pair, gradients)
 

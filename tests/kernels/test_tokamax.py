@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from maxlite.config.errors import UserError
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import tokamax as attention_kernels
-from maxlite.kernels.attention.reference import AttentionMask
+from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
 from maxlite.kernels.grouped_matmul import tokamax as matmul_kernels
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES
 
@@ -29,8 +29,8 @@ needs_tokamax = pytest.mark.skipif(
 
 
 def attend(mask, q_BTHC, k_BSGC, v_BSGC, soft_cap=0.0):
-  options = {"scale": 0.1, "block_q": 1, "soft_cap": soft_cap, "sink_H": None}
-  return attention_kernels.attention(q_BTHC, k_BSGC, v_BSGC, mask, **options)
+  score = ScoreOptions(scale=0.1, block_q=1, soft_cap=soft_cap)
+  return attention_kernels.attention(q_BTHC, k_BSGC, v_BSGC, mask, score)
 
 
 def attend_ones(dtype):

@@ -53,8 +53,7 @@ def test_gated_and_ungated(sharders, activations):
 
 def test_a_gate_saves_only_its_operands():
   gate, up = draw((5, 4), 0).astype(np.float32), draw((5, 4), 1).astype(np.float32)
-  _, pull_back = jax.vjp(
-    functools.partial(checkpointed_activation, build_activation(("silu", "linear"))), gate, up
-  )
+  activate = functools.partial(checkpointed_activation, build_activation(("silu", "linear")))
+  _, pull_back = jax.vjp(activate, (gate, up))
   saved = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
   assert sorted(leaf.sum() for leaf in saved) == sorted((gate.sum(), up.sum()))

@@ -11,7 +11,7 @@ from slow_cases import slow
 
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import chunked
-from maxlite.kernels.attention.reference import AttentionMask, attention
+from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions, attention
 from maxlite.layers import ring_attention
 from maxlite.layers.sharded_attention import attend
 from maxlite.planning.hlo import parse
@@ -46,8 +46,8 @@ def reference_results(num_groups, window=0, soft_cap=0.0, sinks=False):
 
   def run(q, k, v, sink_H):
     mask = AttentionMask(segment_BT, segment_BT, 0, window or None)
-    options = {"scale": 0.7, "block_q": 1, "soft_cap": soft_cap}
-    return attention(q, k, v, mask, **options, sink_H=sink_H if sinks else None)
+    score = ScoreOptions(scale=0.7, block_q=1, soft_cap=soft_cap, sink_H=sink_H if sinks else None)
+    return attention(q, k, v, mask, score)
 
   return jax.jit(functools.partial(value_and_gradients, run))(do, operands)
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from maxlite.config import registry
 from maxlite.config.registry import ATTENTION_BACKENDS
-from maxlite.kernels.attention.reference import AttentionMask
+from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
 from maxlite.kernels.hardware import AMPERE, HOPPER, Hardware
 from maxlite.kernels.tokamax_library import find_attention
 
@@ -110,8 +110,5 @@ def attention(
     k_BSGC,
     v_BSGC,
     AttentionMask(q_segment_BT, kv_segment_BS, q_start, window),
-    scale=scale,
-    block_q=block_q,
-    soft_cap=soft_cap,
-    sink_H=sink_H,
+    ScoreOptions(scale, block_q, soft_cap, sink_H),
   )

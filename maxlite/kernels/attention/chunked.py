@@ -24,6 +24,7 @@ from maxlite.kernels.attention.reference import (
   RESIDUAL_NAME,
   AttentionMask,
   PartialAttention,
+  ScoreOptions,
   visible,
 )
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, ceil_div, dot, sum_arrays
@@ -129,23 +130,19 @@ def attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
+  score: ScoreOptions,
 ) -> jax.Array:
   """o_BTHC in q's type."""
   num_queries = q_BTHC.shape[1]
   starts_at_zero = isinstance(mask.q_start, int) and mask.q_start == 0
   options = _Options(
-    scale=scale,
-    soft_cap=soft_cap,
-    block=min(block_q, num_queries),
+    scale=score.scale,
+    soft_cap=score.soft_cap,
+    block=min(score.block_q, num_queries),
     is_aligned=starts_at_zero and num_queries == k_BSGC.shape[1],
     window=mask.window,
   )
-  return _attend(options, _queries(q_BTHC, mask), _keys(k_BSGC, v_BSGC, mask, sink_H))
+  return _attend(options, _queries(q_BTHC, mask), _keys(k_BSGC, v_BSGC, mask, score.sink_H))
 
 
 def _queries(q_BTHC: jax.Array, mask: AttentionMask) -> _Queries:
@@ -239,13 +236,11 @@ def _pad_to_all_keys(x_BGSC: jax.Array, span: _Span, keys: _Keys) -> jax.Array:
   return jnp.pad(x_BGSC, ((0, 0), (0, 0), (span.first_key, after), (0, 0)))
 
 
-def _partial_options(
-  q_BTHC: jax.Array, mask: AttentionMask, scale: float, block_q: int, soft_cap: float
-) -> _Options:
+def _partial_options(q_BTHC: jax.Array, mask: AttentionMask, score: ScoreOptions) -> _Options:
   return _Options(
-    scale=scale,
-    soft_cap=soft_cap,
-    block=min(block_q, q_BTHC.shape[1]),
+    scale=score.scale,
+    soft_cap=score.soft_cap,
+    block=min(score.block_q, q_BTHC.shape[1]),
     is_aligned=False,
     window=mask.window,
   )
@@ -256,12 +251,9 @@ def _partial_forward(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
+  score: ScoreOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  options = _partial_options(q_BTHC, mask, scale, block_q, soft_cap)
+  options = _partial_options(q_BTHC, mask, score)
   keys = _keys(k_BSGC, v_BSGC, mask, sink_H=None)
   results = _compute(options, _queries(q_BTHC, mask), keys)
   return results.o_BTHC, results.lse_BTH1[..., 0].swapaxes(1, 2)
@@ -272,15 +264,12 @@ def _partial_gradients(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
+  score: ScoreOptions,
   o_BTHC: jax.Array,
   lse_BHT: jax.Array,
   do_BTHC: jax.Array,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  options = _partial_options(q_BTHC, mask, scale, block_q, soft_cap)
+  options = _partial_options(q_BTHC, mask, score)
   keys = _keys(k_BSGC, v_BSGC, mask, sink_H=None)
   results = _Results(o_BTHC, lse_BHT.swapaxes(1, 2)[..., None])
   residuals = _ChunkedResiduals(_queries(q_BTHC, mask), keys, results)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 
 
 def attention(
@@ -20,20 +20,15 @@ def attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
+  score: ScoreOptions,
 ) -> jax.Array:
   """o_BTHC in q's type.
 
   Raises:
     UserError: a soft cap or sinks, which JAX's function does not support.
   """
-  del block_q
-  _check_features("dot_product", soft_cap, sink_H)
-  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, scale, "xla")
+  _check_features("dot_product", score)
+  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, score.scale, "xla")
 
 
 def cudnn_attention(
@@ -41,29 +36,24 @@ def cudnn_attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
+  score: ScoreOptions,
 ) -> jax.Array:
   """o_BTHC in q's type, by cuDNN.
 
   Raises:
     UserError: a soft cap, sinks, or float32.
   """
-  del block_q
-  _check_features("cudnn", soft_cap, sink_H)
+  _check_features("cudnn", score)
   if q_BTHC.dtype.itemsize != 2:
     raise UserError(f"attention=cudnn does not support {q_BTHC.dtype}; write dtype=bfloat16")
-  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, scale, "cudnn")
+  return _attend(q_BTHC, k_BSGC, v_BSGC, mask, score.scale, "cudnn")
 
 
-def _check_features(name: str, soft_cap: float, sink_H: jax.Array | None) -> None:
+def _check_features(name: str, score: ScoreOptions) -> None:
   """Refuse what JAX's function does not support."""
-  if soft_cap:
+  if score.soft_cap:
     raise UserError(f"attention={name} does not support a soft cap; write attention=chunked")
-  if sink_H is not None:
+  if score.sink_H is not None:
     raise UserError(f"attention={name} does not support sinks; write attention=chunked")
 
 

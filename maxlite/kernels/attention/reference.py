@@ -15,16 +15,25 @@ RESIDUAL_NAME = "attention_out"  # for rematerialization policies; see api.py
 class PartialAttention(NamedTuple):
   """Attention to a part of the keys of a row, as functions that JAX does not differentiate.
 
-  Both functions also take the keyword arguments `scale`, `block_q` and `soft_cap` of api.py.
+  - forward(q_BTHC, k_BSGC, v_BSGC, mask, score) -> (o_BTHC, lse_BHT), where lse is the logarithm of
+    the sum of the exponentiated scores.
+  - gradients(q, k, v, mask, score, o, lse, do) -> (dq, dk, dv), where o and lse are results over
+    all keys of the row, and the gradients are those that come from the given keys.
 
-  - forward(q_BTHC, k_BSGC, v_BSGC, mask) -> (o_BTHC, lse_BHT), where lse is the logarithm of the
-    sum of the exponentiated scores.
-  - gradients(q, k, v, mask, o, lse, do) -> (dq, dk, dv), where o and lse are results over all keys
-    of the row, and the gradients are those that come from the given keys.
+  `score` has no sinks.
   """
 
   forward: Callable[..., tuple[jax.Array, jax.Array]]
   gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+class ScoreOptions(NamedTuple):
+  """How scores are computed; see api.py."""
+
+  scale: float
+  block_q: int
+  soft_cap: float = 0.0
+  sink_H: jax.Array | None = None
 
 
 class AttentionMask(NamedTuple):
@@ -67,23 +76,18 @@ def attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
-  *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
+  score: ScoreOptions,
 ) -> jax.Array:
   """o_BTHC in q's type."""
-  del block_q
   dtype = accumulator_dtype(q_BTHC.dtype)
   heads_per_group = q_BTHC.shape[2] // k_BSGC.shape[2]
   k_BSHC = jnp.repeat(k_BSGC.astype(dtype), heads_per_group, axis=2)
   v_BSHC = jnp.repeat(v_BSGC.astype(dtype), heads_per_group, axis=2)
-  score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(dtype), k_BSHC) * scale
-  score_BHTS = apply_soft_cap(score_BHTS, soft_cap)
+  score_BHTS = jnp.einsum("BTHC,BSHC->BHTS", q_BTHC.astype(dtype), k_BSHC) * score.scale
+  score_BHTS = apply_soft_cap(score_BHTS, score.soft_cap)
   lowest = jnp.finfo(dtype).min
   score_BHTS = jnp.where(mask.visible_BTS[:, None], score_BHTS, lowest)
-  p_BHTS = _softmax(score_BHTS, sink_H)
+  p_BHTS = _softmax(score_BHTS, score.sink_H)
   o_BTHC = jnp.einsum("BHTS,BSHC->BTHC", p_BHTS, v_BSHC).astype(q_BTHC.dtype)
   return checkpoint_name(o_BTHC, RESIDUAL_NAME)
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 
 _LANES = 128  # of a vector register: blocks are multiples of it
 # Queries and keys of a block, by the bytes of a query: larger blocks exceed the on-chip memory of
@@ -44,11 +44,8 @@ def attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
+  score: ScoreOptions,
   *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
   interpret: bool = False,
 ) -> jax.Array:
   """o_BTHC in q's type, which must be float32 or bfloat16; `interpret` is for tests without a TPU.
@@ -58,7 +55,6 @@ def attention(
   Raises:
     UserError: a shard of the context axis has a number of queries that is not a multiple of 128.
   """
-  del block_q
   num_queries = q_BTHC.shape[1]
   missing = _missing_rows(num_queries, k_BSGC.shape[1])
   shape = _ScoreShape(
@@ -68,7 +64,7 @@ def attention(
   )
   query_bytes = max(q_BTHC.shape[3], v_BSGC.shape[3]) * q_BTHC.dtype.itemsize
   block = _block(shape, query_bytes, mask.window)
-  kernel = _build_kernel(shape, mask, block, soft_cap, interpret)
+  kernel = _build_kernel(shape, mask, block, score.soft_cap, interpret)
   segments = splash_attention_kernel.SegmentIds(
     q=_pad_rows(mask.q_segment_BT, missing, value=-1),
     kv=_pad_rows(mask.kv_segment_BS, missing, value=-1),
@@ -80,11 +76,11 @@ def attention(
     v_GSC: jax.Array,
     segments: splash_attention_kernel.SegmentIds,
   ) -> jax.Array:
-    o_HTC = kernel(q_HTC, k_GSC, v_GSC, segments, sink_H)
+    o_HTC = kernel(q_HTC, k_GSC, v_GSC, segments, score.sink_H)
     assert isinstance(o_HTC, jax.Array)  # a tuple only where residuals are returned too
     return o_HTC
 
-  q_BTHC = (q_BTHC * scale).astype(q_BTHC.dtype)
+  q_BTHC = (q_BTHC * score.scale).astype(q_BTHC.dtype)
   with jax.numpy_dtype_promotion("standard"):  # the kernels mix types
     o_BHTC = jax.vmap(attend)(
       _heads_first(q_BTHC, missing),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.errors import UserError
-from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask
+from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 from maxlite.kernels.tokamax_library import KERNELS, import_attention
 
@@ -55,11 +55,8 @@ def attention(
   k_BSGC: jax.Array,
   v_BSGC: jax.Array,
   mask: AttentionMask,
+  score: ScoreOptions,
   *,
-  scale: float,
-  block_q: int,
-  soft_cap: float,
-  sink_H: jax.Array | None,
   implementation: str = KERNELS,
 ) -> jax.Array:
   """o_BTHC in q's type, which must have 16 bits; `implementation` is for tests without a GPU.
@@ -67,16 +64,15 @@ def attention(
   Raises:
     UserError: sinks, float32, or devices that the kernels do not support.
   """
-  del block_q
-  if sink_H is not None:
+  if score.sink_H is not None:
     raise UserError("attention=tokamax does not support sinks; write attention=chunked")
   if implementation == KERNELS and q_BTHC.dtype.itemsize != 2:
     raise UserError(f"attention=tokamax does not support {q_BTHC.dtype}; write dtype=bfloat16")
   starts_at_zero = isinstance(mask.q_start, int) and mask.q_start == 0
   options = _AttendOptions(
     implementation=implementation,
-    scale=scale,
-    soft_cap=soft_cap,
+    scale=score.scale,
+    soft_cap=score.soft_cap,
     is_aligned=starts_at_zero and q_BTHC.shape[1] == k_BSGC.shape[1],
     window=mask.window,
   )
