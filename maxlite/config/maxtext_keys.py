@@ -62,6 +62,7 @@ OTHER_NAME: dict[str, str] = {
   "attention_type": "sliding_window_size=N for local layers; decoder_block selects the others",
   "emb_dim": "base_emb_dim={value}",
   "global_rope_max_timescale": "rope_max_timescale={value}",
+  "global_rope_proportion": "partial_rotary_factor={value} rope_type=proportional",
   "mlp_bias": "expert_bias={value}",
   "mlp_dim": "base_mlp_dim={value}",
   "moe_mlp_dim": "base_moe_mlp_dim={value}",
@@ -342,17 +343,18 @@ NOT_SUPPORTED: dict[str, str] = {
     attention_output_dim causal_block_size chunk_attn_window_size compress_ratios
     compressed_rope_max_timescale enable_mhc_lite engram engram_head_dim engram_kernel_size
     engram_layers engram_max_ngram_size engram_num_heads engram_seed engram_vocab_bases
-    first_num_hash_layers global_head_dim global_num_kv_heads
-    global_rope_proportion hidden_size_per_layer_input indexer_approx_top_k_recall
+    first_num_hash_layers indexer_approx_top_k_recall
     indexer_cutoff_threshold indexer_head_dim indexer_loss_scaling_factor indexer_mask_exact_topk
     indexer_n_heads indexer_sparse_training indexer_topk indexer_use_approx_top_k
-    local_rope_proportion mhc_expansion_rate mhc_pallas_kernel_bwd_block_size
+    mhc_expansion_rate mhc_pallas_kernel_bwd_block_size
     mhc_pallas_kernel_fwd_block_size moba moba_chunk_size moba_topk nope_layer_interval
-    num_kv_shared_layers o_groups o_lora_rank share_kv_projections
-    sinkhorn_iterations temperature_tuning trainable_position_size use_double_wide_mlp use_indexer
-    use_mhc_pallas_kernel use_qk_norm_in_gdn use_untrainable_positional_embedding
-    vocab_size_per_layer_input
+    o_groups o_lora_rank sinkhorn_iterations temperature_tuning trainable_position_size
+    use_indexer use_mhc_pallas_kernel use_qk_norm_in_gdn use_untrainable_positional_embedding
   """,
+  "local layers rotate all channels, and partial_rotary_factor those of the others": (
+    "local_rope_proportion"
+  ),
+  "it is that of the embedding, vocab_size": "vocab_size_per_layer_input",
   "the initial scale and the embedding's are those of the family": """
     dense_init_scale normalize_embedding_logits
   """,

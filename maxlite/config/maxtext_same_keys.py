@@ -34,6 +34,12 @@ SAME_NAME: dict[str, str] = {
   "gdn_num_key_heads": "16",
   "gdn_num_value_heads": "32",
   "gdn_chunk_size": "64",
+  "global_head_dim": "0",
+  "global_num_kv_heads": "0",
+  "share_kv_projections": "false",
+  "num_kv_shared_layers": "0",
+  "use_double_wide_mlp": "false",
+  "hidden_size_per_layer_input": "0",
   "base_emb_dim": "2048",
   "base_num_decoder_layers": "16",
   "mtp_num_layers": "0",
@@ -161,7 +167,7 @@ OTHER_MEANING: dict[str, str] = {
   "first_num_dense_layers": "of any MoE family",
   "grain_prefetch_buffer_size": "counts batches",
   "grain_worker_count": "0 reads in threads of this process",
-  "inhomogeneous_layer_cycle_interval": "of attention between gated delta nets",
+  "inhomogeneous_layer_cycle_interval": "of attention, or of global attention in gemma4",
   "jax_cache_dir": "empty is off",
   "load_parameters_path": "a run folder or a Hugging Face folder",
   "local_checkpoint_directory": "switches local checkpoints on",
@@ -211,6 +217,7 @@ VALUES: dict[str, dict[str, str]] = {
   },
   "decoder_block": {
     "default": "decoder_block=llama",
+    "gemma4_small": "decoder_block=gemma4",
     "llama2": "decoder_block=llama",
     "mistral": "decoder_block=llama, and sliding_window_size=N if the model has a window",
   },
@@ -277,7 +284,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
   },
   "decoder_block": {
     _FAMILIES: """
-      deepseek4 envy gemma4 gemma4_small gpt3 llama4 qwen3_custom_moe simple simple_mlp
+      deepseek4 envy gpt3 llama4 qwen3_custom_moe simple simple_mlp
     """
   },
   "dtype": {"types of 16 bits have the range of float32; write dtype=bfloat16": "float16"},
@@ -287,7 +294,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
       deepseek-custom deepseek3-671b-2dfsdp deepseek3-671b-batchsplit deepseek3-test
       deepseek3-tiny deepseek3.2-671b deepseek4-284b deepseek4-tiny envy-switch-base
       envy-switch-large envy-switch-xxl envy-test gemma2-27b gemma3-12b
-      gemma3-27b gemma4-26b gemma4-31b gemma4-e2b gemma4-e4b gpt3-175b gpt3-22b gpt3-52k gpt3-6b
+      gemma3-27b gpt3-175b gpt3-22b gpt3-52k gpt3-6b
       llama2-13b llama2-70b llama3-70b llama3.1-405b llama3.1-70b-Instruct llama3.1-8b-Instruct
       llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b olmo3-7b-pt
       qwen2.5-1.5b qwen2.5-14b qwen3-1.7b qwen3-1.7b-base qwen3-14b qwen3-14b-base

@@ -25,6 +25,15 @@ class ModelFamily:
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
   global_rope: bool = True  # whether layers that attend globally have a rotary embedding
+  # Every inhomogeneous_layer_cycle_interval-th layer attends globally, as above; its sizes may be
+  # others than those of the local layers (schema/model_config.py, CycleConfig).
+  layer_cycles: bool = False
+  value_norm: bool = False  # RMSNorm of values per head, without a scale
+  mlp_beside_experts: bool = False  # an MLP in every MoE layer, whose output is added to theirs
+  # The router normalises the residual stream by itself and scales each channel; the weight of each
+  # expert is scaled too.
+  scaled_router: bool = False
+  layer_scale: bool = False  # multiply a layer's output by a number that is not trained
 
 
 _OLMO2 = ModelFamily(qk_norm="projection", pre_norms=False, post_norms=True)
@@ -38,6 +47,14 @@ _QWEN3_NEXT = ModelFamily(
   gated_output=True,
   gated_shared_expert=True,
   gated_delta_layers=True,
+)
+_GEMMA4 = ModelFamily(
+  qk_norm="head",
+  value_norm=True,
+  post_norms=True,
+  scaled_embedding=True,
+  layer_cycles=True,
+  layer_scale=True,
 )
 MODELS: dict[str, ModelFamily] = {
   # Touvron et al., LLaMA (2023), section 2.2; Llama 2 (2023) for grouped queries.
@@ -60,6 +77,8 @@ MODELS: dict[str, ModelFamily] = {
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.
   "gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", global_layer_every=6),
+  # The configuration and code published with Gemma 4 (2026), dense.
+  "gemma4": _GEMMA4,
   # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
   "mixtral": ModelFamily(is_moe=True),
   # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
@@ -72,6 +91,10 @@ MODELS: dict[str, ModelFamily] = {
   # Qwen3-Next (2025), and Qwen3.5 (2026).
   "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_moe": _QWEN3_NEXT,
+  # Gemma 4 26B-A4B (2026).
+  "gemma4_moe": dataclasses.replace(
+    _GEMMA4, is_moe=True, mlp_beside_experts=True, scaled_router=True
+  ),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
   "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.

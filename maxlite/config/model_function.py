@@ -21,27 +21,48 @@ EXECUTION = {
 
 def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
   """Return {key: value} of the keys that determine the model's function and are in use."""
-  model = cfg.family
   flat = flatten(cfg)
-  names = set(flat) - EXECUTION - {"decoder_block"}
-  if not model.is_moe:
-    names -= set(flatten(cfg.moe))
-  elif cfg.moe.first_num_dense_layers == 0 and cfg.moe.interleave_moe_layer_step == 1:
-    names -= {"base_mlp_dim"}
-  if cfg.moe.router not in GROUP_ROUTERS:
-    names -= {"n_routing_groups", "topk_routing_group"}
-  if model.latent_attention:
-    names -= {"base_num_kv_heads", "head_dim"}
-  else:
-    names -= set(flatten(cfg.mla))
-  if not model.gated_delta_layers:
-    names -= set(flatten(cfg.gdn))
+  names = set(flat) - EXECUTION - {"decoder_block"} - _unused_keys(cfg)
+  if cfg.global_head_dim == cfg.head_dim:
+    flat["global_head_dim"] = 0
+  if cfg.global_num_kv_heads == cfg.base_num_kv_heads:
+    flat["global_num_kv_heads"] = 0
   bases = {"rope_max_timescale", "local_rope_max_timescale"}
   always = {"rope_type", "partial_rotary_factor"}
   if cfg.rope.rope_type == "linear":
     names -= {"original_max_position_embeddings"}
-  if cfg.rope.rope_type == "default":
+  if cfg.rope.rope_type in ("default", "proportional"):
     names -= set(flatten(cfg.rope)) - {*always, *bases}
     if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
       flat["local_rope_max_timescale"] = 0.0
   return {name: value for name, value in flat.items() if name in names}
+
+
+def _unused_keys(cfg: ModelConfig) -> set[str]:
+  """The keys of layers that the family does not have."""
+  model = cfg.family
+  unused = set()
+  if not model.is_moe:
+    unused |= set(flatten(cfg.moe))
+  elif not _has_dense_mlp(cfg):
+    unused |= {"base_mlp_dim"}
+  if cfg.moe.router not in GROUP_ROUTERS:
+    unused |= {"n_routing_groups", "topk_routing_group"}
+  if model.latent_attention:
+    unused |= {"base_num_kv_heads", "head_dim"}
+  else:
+    unused |= set(flatten(cfg.mla))
+  if not model.gated_delta_layers:
+    unused |= set(flatten(cfg.gdn))
+  if not model.layer_cycles:
+    unused |= set(flatten(cfg.cycle))
+  if not model.gated_delta_layers and not model.layer_cycles:
+    unused |= {"inhomogeneous_layer_cycle_interval"}
+  return unused
+
+
+def _has_dense_mlp(cfg: ModelConfig) -> bool:
+  """Whether any layer of a mixture has an MLP."""
+  if cfg.family.mlp_beside_experts:
+    return True
+  return cfg.moe.first_num_dense_layers > 0 or cfg.moe.interleave_moe_layer_step > 1

@@ -142,6 +142,10 @@ def _no_groups(cfg: ModelConfig) -> dict[str, int]:
   return {}
 
 
+def _no_more_ignored(cfg: ModelConfig) -> Sequence[str]:
+  return ()
+
+
 def _no_more_rules(cfg: ModelConfig) -> Sequence[TensorRule]:
   return ()
 
@@ -190,6 +194,8 @@ class HfFamily:
   outer: Sequence[TensorRule] = OUTER  # rules outside of layers
   layer_prefix: str = "model.layers.{layer}."  # precedes the names of the tensors of `block`
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights
+  # Given our config, more of them.
+  extra_ignored: Callable[[ModelConfig], Sequence[str]] = _no_more_ignored
   mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4

@@ -50,7 +50,7 @@ def params_from_hf(
   for mapping in tensor_mappings(family, cfg, params):
     mappings.append(_with_vocab_size(mapping, vocab_size))
   by_name = {mapping.tensor: mapping for mapping in mappings}
-  unexpected = {name for name in set(tensors) - set(by_name) if not _is_ignored(family, name)}
+  unexpected = {name for name in set(tensors) - set(by_name) if not _is_ignored(family, cfg, name)}
   if family.mtp is not None:
     unexpected -= _copies_in_mtp_layers(directory, family, cfg, tensors, by_name)
     unexpected -= _tensors_of_unread_mtp_layers(family.mtp, cfg, tensors)
@@ -96,9 +96,10 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
   return unpack(tensors)
 
 
-def _is_ignored(family: HfFamily, tensor: str) -> bool:
+def _is_ignored(family: HfFamily, cfg: ModelConfig, tensor: str) -> bool:
   """Return whether the tensor holds no weights of the model."""
-  return any(re.fullmatch(pattern, tensor) for pattern in family.ignored)
+  patterns = (*family.ignored, *family.extra_ignored(cfg))
+  return any(re.fullmatch(pattern, tensor) for pattern in patterns)
 
 
 def write_weights(

@@ -193,9 +193,11 @@ def layers(cfg: ModelConfig) -> list[LayerPlace]:
   if step > 1:
     names = [f"/{kind.name}" for kind in cfg.layer_unit]
   numbers = range(cfg.base_num_decoder_layers)
+  first_shared = cfg.base_num_decoder_layers - step * cfg.num_kv_shared_units
   places = _stack_places(cfg, "dense_layers", "", numbers[:num_dense])
   for i, name in enumerate(names):
-    places += _stack_places(cfg, "layers", name, numbers[num_dense + i :: step])
+    places += _stack_places(cfg, "layers", name, numbers[num_dense + i : first_shared : step])
+    places += _stack_places(cfg, "kv_shared_layers", name, numbers[first_shared + i :: step])
   return sorted(places)
 
 

@@ -16,7 +16,8 @@ from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 
-STACKS = ("dense_layers", "layers")  # parameters of the layers that a decoder scans over
+# Parameters of the layers that a decoder scans over.
+STACKS = ("dense_layers", "layers", "kv_shared_layers")
 NOT_TRANSPOSED = ("kv_up", "router", "unembed", "draft_head")  # with readers other than `Linear`
 
 

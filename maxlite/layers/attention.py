@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
+from maxlite.layers.keys_values import KeysValues
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
@@ -30,13 +31,17 @@ class _Window(NamedTuple):
 
 
 class Attention(nn.Module):
-  """Causal attention within each segment of packed rows; returns y_BTD.
+  """Causal attention within each segment of packed rows.
+
+  Returns (y_BTD, the keys and values that it attended to). If those of another layer are given, it
+  has none of its own, and stores none in the cache.
 
   Query heads share the key/value heads in equal groups. The family's `qk_norm` applies RMSNorm to
   queries and keys before the rotary embedding: per `head`, or over the whole `projection`. The
   family's `sinks` are a parameter per head, one more score whose value is zero. With its
-  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. For
-  the soft cap and the window see kernels/attention/api.py.
+  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. Its
+  `value_norm` is an RMSNorm of the values without a scale. With cfg.cycle.share_kv_projections, the
+  values are the projected keys. For the soft cap and the window see kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
@@ -53,24 +58,23 @@ class Attention(nn.Module):
     rope: RopeTables,
     is_local: bool | jax.Array | None = None,
     query_scale_BT: jax.Array | None = None,
-  ) -> jax.Array:
-    """`is_local`: whether `sliding_window_size` applies (None: it does); may be traced."""
+    keys_values: KeysValues | None = None,
+  ) -> tuple[jax.Array, KeysValues]:
+    """Attend from each position.
+
+    Args:
+      is_local: whether `sliding_window_size` applies (None: it does); may be traced.
+      keys_values: those of another layer; None: the layer has its own.
+    """
     num_heads = self.cfg.base_num_query_heads
-    num_kv_heads = self.cfg.base_num_kv_heads
     cos_BTC, sin_BTC = rope
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
-    k_BTGC = self._norm(self._project(x_BTD, "key", num_kv_heads, "kv_heads"), "key")
-    v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    q_BTHC, k_BTGC, v_BTGC = (self._clip(x_BTHC) for x_BTHC in (q_BTHC, k_BTGC, v_BTGC))
+    q_BTHC = self._clip(q_BTHC)
     q_BTHC = scale_queries(apply_rope(q_BTHC, cos_BTC, sin_BTC), query_scale_BT)
-    k_BTGC = apply_rope(k_BTGC, cos_BTC, sin_BTC)
-
     window = self._window(is_local)
-    sink_H = self._sinks()
-    if cache.is_filled(self):
-      o_BTHC = self._attend_cache(q_BTHC, k_BTGC, v_BTGC, segment_BT, window, sink_H)
-    else:
-      o_BTHC = self._attend_rows(q_BTHC, k_BTGC, v_BTGC, segment_BT, window, sink_H)
+    if keys_values is None:
+      keys_values = self._own_keys_values(x_BTD, segment_BT, rope, window)
+    o_BTHC = self._attend(q_BTHC, keys_values, segment_BT, window, self._sinks())
 
     if self.cfg.family.gated_output:
       gate_BTHC = self._project(x_BTD, "gate", num_heads, "q_heads")
@@ -85,57 +89,82 @@ class Attention(nn.Module):
       name="out",
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), keys_values
 
-  def _attend_rows(
+  def _own_keys_values(
     self,
-    q_BTHC: jax.Array,
-    k_BTGC: jax.Array,
-    v_BTGC: jax.Array,
+    x_BTD: jax.Array,
     segment_BT: jax.Array,
+    rope: RopeTables,
     window: _Window,
-    sink_H: jax.Array | None,
-  ) -> jax.Array:
-    """o_BTHC of whole rows, in training and in a prefill, which stores keys and values."""
+  ) -> KeysValues:
+    """The layer's keys and values: of whole rows, or of the cache, to which they are added.
+
+    A prefill stores those of whole rows.
+    """
+    num_kv_heads = self.cfg.base_num_kv_heads
+    projected_BTGC = self._project(x_BTD, "key", num_kv_heads, "kv_heads")
+    if self.cfg.cycle.share_kv_projections:
+      v_BTGC = projected_BTGC
+    else:
+      v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
+    k_BTGC = self._clip(self._norm(projected_BTGC, "key"))
+    v_BTGC = self._clip(v_BTGC)
+    k_BTGC = apply_rope(k_BTGC, rope.cos_BTC, rope.sin_BTC)
+    if self.cfg.family.value_norm:
+      v_BTGC = self._rms_norm("value_norm", has_scale=False)(v_BTGC)
+    if cache.is_filled(self):
+      return self._update_cache(k_BTGC, v_BTGC, segment_BT, window)
     # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
     cached_positions = window.size if window.is_local is None else 0
     cache.store_prefill(self, segment_BT, cached_positions, key=k_BTGC, value=v_BTGC)
-    return attend(
-      self.cfg,
-      self.sharder,
-      q_BTHC,
-      k_BTGC,
-      v_BTGC,
-      segment_BT,
-      scale=self._score_scale(),
-      soft_cap=self.cfg.attn_logits_soft_cap,
-      window=window.size,
-      is_local=window.is_local,
-      sink_H=sink_H,
-    )
+    return KeysValues(k_BTGC, v_BTGC)
 
-  def _attend_cache(
+  def _update_cache(
     self,
-    q_BTHC: jax.Array,
     k_BTGC: jax.Array,
     v_BTGC: jax.Array,
     segment_BT: jax.Array,
     window: _Window,
-    sink_H: jax.Array | None,
-  ) -> jax.Array:
-    """o_BTHC of new positions, which are added to the cache, to all positions in it."""
+  ) -> KeysValues:
+    """The blocks of the cache, with new positions."""
     limit: int | jax.Array = window.size
     if window.is_local is not None:
       limit = jnp.where(window.is_local, window.size, jnp.iinfo(jnp.int32).max)
     entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)
     k_blocks, v_blocks = entries
-    return cached.attention(
+    return KeysValues(k_blocks, v_blocks, masks)
+
+  def _attend(
+    self,
+    q_BTHC: jax.Array,
+    keys_values: KeysValues,
+    segment_BT: jax.Array,
+    window: _Window,
+    sink_H: jax.Array | None,
+  ) -> jax.Array:
+    """o_BTHC of the queries to positions of whole rows, or to those in a cache."""
+    if keys_values.masks is not None:
+      return cached.attention(
+        q_BTHC,
+        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.k],
+        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.v],
+        keys_values.masks,
+        scale=self._score_scale(),
+        soft_cap=self.cfg.attn_logits_soft_cap,
+        sink_H=sink_H,
+      )
+    return attend(
+      self.cfg,
+      self.sharder,
       q_BTHC,
-      [self.sharder.constrain(block, _CACHE_NAMES) for block in k_blocks],
-      [self.sharder.constrain(block, _CACHE_NAMES) for block in v_blocks],
-      masks,
+      keys_values.k,
+      keys_values.v,
+      segment_BT,
       scale=self._score_scale(),
       soft_cap=self.cfg.attn_logits_soft_cap,
+      window=window.size,
+      is_local=window.is_local,
       sink_H=sink_H,
     )
 
@@ -185,14 +214,18 @@ class Attention(nn.Module):
     family = self.cfg.family
     if not family.qk_norm:
       return x_BTHC
-    norm = RMSNorm(
-      self.cfg.normalization_layer_epsilon,
-      jnp.dtype(self.cfg.weight_dtype),
-      family.zero_centred_norms,
-      name=f"{name}_norm",
-    )
+    norm = self._rms_norm(f"{name}_norm")
     if family.qk_norm == "head":
       return norm(x_BTHC)
     num_rows, num_positions = x_BTHC.shape[:2]
     x_BTP = x_BTHC.reshape(num_rows, num_positions, -1)  # P: the channels of all heads.
     return norm(x_BTP).reshape(x_BTHC.shape)
+
+  def _rms_norm(self, name: str, *, has_scale: bool = True) -> RMSNorm:
+    return RMSNorm(
+      self.cfg.normalization_layer_epsilon,
+      jnp.dtype(self.cfg.weight_dtype),
+      self.cfg.family.zero_centred_norms,
+      has_scale,
+      name=name,
+    )

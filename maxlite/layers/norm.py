@@ -12,6 +12,7 @@ class RMSNorm(nn.Module):
   """x / rms(x) * scale over the last axis, computed in float32, returned in x's type.
 
   With `zero_centred`, the parameter is scale - 1, so that weight decay pulls the scale towards 1.
+  Without `has_scale`, there is no parameter, and the scale is 1.
 
   Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019), eq. 4.
   """
@@ -19,21 +20,28 @@ class RMSNorm(nn.Module):
   epsilon: float
   weight_dtype: jnp.dtype
   zero_centred: bool = False
+  has_scale: bool = True
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    init: Init = nn.initializers.ones
-    if self.zero_centred:
-      init = nn.initializers.zeros
-    init = partitioned(init, ("norm",))
-    scale_D = self.param("scale", init, x.shape[-1:], self.weight_dtype)
     dtype = accumulator_dtype(x.dtype)
     x32 = x.astype(dtype)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     inverse_rms = jax.lax.rsqrt(mean_square + self.epsilon)
-    lead = (1,) * (x.ndim - 1)
+    y = x32 * inverse_rms
+    if self.has_scale:
+      y = y * self._scale(x.shape[-1:], dtype, x.ndim)
+    return y.astype(x.dtype)
+
+  def _scale(self, shape: tuple[int, ...], dtype: jnp.dtype, num_axes: int) -> jax.Array:
+    """The scale of each channel, for an array of `num_axes` axes."""
+    init: Init = nn.initializers.ones
+    if self.zero_centred:
+      init = nn.initializers.zeros
+    init = partitioned(init, ("norm",))
+    scale_D = self.param("scale", init, shape, self.weight_dtype)
+    lead = (1,) * (num_axes - 1)
     scale = scale_D.astype(dtype).reshape((*lead, -1))
     if self.zero_centred:
       scale = 1 + scale
-    y = x32 * inverse_rms * scale
-    return y.astype(x.dtype)
+    return scale

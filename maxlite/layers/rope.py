@@ -156,6 +156,9 @@ def _frequencies(num_channels: int, cfg: RopeConfig) -> np.ndarray:
   interpolation = INTERPOLATIONS[cfg.rope_type]
   degree_C = np.clip(interpolation(frequency_C, cfg), 0, 1)
   factor_C = 1 - degree_C + degree_C / cfg.rope_factor
+  if cfg.rope_type == "proportional":  # The first pairs of the whole head rotate.
+    num_rotated = int(num_channels * cfg.partial_rotary_factor) // 2
+    factor_C = np.where(pair_C < num_rotated, factor_C, 0)
   return frequency_C * factor_C
 
 
@@ -228,4 +231,5 @@ INTERPOLATIONS = {
   "linear": _interpolate_all,
   "llama3.1": _llama_ramp,
   "yarn": _yarn_ramp,
+  "proportional": _keep_all,
 }

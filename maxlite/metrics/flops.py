@@ -19,8 +19,18 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 BACKWARD_OVER_FORWARD = 2  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
 # In forward order; an unscanned stack includes its numbered layers.
-STAGES = ("embed", "dense_layers", "layers", "final_norm", "draft_head", "mtp", "unembed")
-STACKS = ("dense_layers", "layers", "mtp")
+STAGES = (
+  "embed",
+  "per_layer_embed",
+  "dense_layers",
+  "layers",
+  "kv_shared_layers",
+  "final_norm",
+  "draft_head",
+  "mtp",
+  "unembed",
+)
+STACKS = ("dense_layers", "layers", "kv_shared_layers", "mtp")
 DRAFTERS = ("draft_head", "mtp")  # which some losses do not use
 MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
 EXPERT = r".*moe/w[io](_\d)?(_bias)?"
@@ -134,30 +144,40 @@ def _backward_products(stage: str, first: int, is_trained: bool) -> int:
 def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
   """Products of queries with keys, and of scores with values, over all layers."""
   num_layers = model.base_num_decoder_layers - model.num_recurrent_layers
-  num_local = num_layers
-  every = model.family.global_layer_every
-  if every:
-    num_local -= num_layers // every
+  num_local = 0
+  if model.global_layer_interval:
+    num_local = num_layers - num_layers // model.global_layer_interval
+  elif model.sliding_window_size:
+    num_local = num_layers
   window = min(model.sliding_window_size or row_length, row_length)
   hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number of keys outside the window
-  keys_per_query = num_layers * row_length / 2 - num_local * hidden  # summed over layers
-  num_dense, _ = model.layer_plan
-  dense_share = num_dense / num_layers
-  needed = 0.0  # share of the layers with a backward pass
-  if _needs_input_gradient("dense_layers", first):
-    needed += dense_share
-  if _needs_input_gradient("layers", first):
-    needed += 1 - dense_share
-  forward = model.base_num_query_heads * _attention_channels(model) * keys_per_query
-  return forward * (1 + BACKWARD_OVER_FORWARD * needed)
+  local_keys = num_local * (row_length / 2 - hidden)  # per query, summed over layers
+  global_keys = (num_layers - num_local) * row_length / 2
+  products = local_keys * 2 * model.head_dim + global_keys * _attention_channels(model)
+  forward = model.base_num_query_heads * products
+  return forward * (1 + BACKWARD_OVER_FORWARD * _share_with_backward(model, first))
+
+
+def _share_with_backward(model: ModelConfig, first: int) -> float:
+  """The share of the layers that have a backward pass, if `first` is the first trained stage."""
+  num_dense, step = model.layer_plan
+  num_shared = step * model.num_kv_shared_units
+  num_layers = model.base_num_decoder_layers
+  sizes = {
+    "dense_layers": num_dense,
+    "layers": num_layers - num_dense - num_shared,
+    "kv_shared_layers": num_shared,
+  }
+  num_needed = sum(size for stack, size in sizes.items() if _needs_input_gradient(stack, first))
+  return num_needed / num_layers
 
 
 def _attention_channels(model: ModelConfig) -> int:
-  """Channels of a head, of a key and of a value together."""
+  """Channels of a head of a layer that attends globally, of a key and of a value together."""
   mla = model.mla
   if model.family.latent_attention:
     return mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-  return 2 * model.head_dim
+  return 2 * model.global_head_dim
 
 
 def _mtp_attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:

@@ -11,11 +11,15 @@ from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
+from maxlite.layers.keys_values import SharedKeysValues, last_of_stack
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.norm import RMSNorm
+from maxlite.layers.per_layer_embed import PerLayerEmbed
 from maxlite.models.decoder_layer import (
   DecoderLayer,
+  LayerInputs,
+  LayerOutputs,
   LayerSums,
   LayerUnit,
   Rope,
@@ -31,10 +35,11 @@ Stack = nn.Module | list[nn.Module]  # One scanned module, or a list of layers.
 
 
 class Decoder(nn.Module):
-  """A decoder-only transformer in two stacks of layers.
+  """A decoder-only transformer in stacks of layers.
 
   `dense_layers` holds the first_num_dense_layers of a mixture, if any. `layers` holds the others:
-  `DecoderLayer`s, or `LayerUnit`s if cfg.layer_unit has several layers. Each stack is one
+  `DecoderLayer`s, or `LayerUnit`s if cfg.layer_unit has several layers. `kv_shared_layers` holds
+  the units of the num_kv_shared_layers, if any, which come after `layers`. Each stack is one
   scanned module (scan_layers) or a list. `linear` is the class of the linear layers; by default
   `cfg` determines it.
 
@@ -51,6 +56,8 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
+    if cfg.has_per_layer_inputs:
+      self.per_layer_embed = PerLayerEmbed(cfg, self.sharder, linear)
     layer = remat(DecoderLayer, cfg)
     num_dense, step = cfg.layer_plan
     if num_dense:
@@ -59,7 +66,10 @@ class Decoder(nn.Module):
     if step == 1:
       self.layers = self._stack(layer, num_units, moe=cfg.family.is_moe, linear=linear)
     else:
-      self.layers = self._stack(LayerUnit, num_units, linear=linear)
+      num_shared = cfg.num_kv_shared_units
+      self.layers = self._stack(LayerUnit, num_units - num_shared, linear=linear)
+      if num_shared:
+        self.kv_shared_layers = self._stack(LayerUnit, num_shared, linear=linear)
     self.final_norm = RMSNorm(
       cfg.normalization_layer_epsilon,
       weight_dtype,
@@ -88,7 +98,7 @@ class Decoder(nn.Module):
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
-      in_axes=(nn.broadcast, nn.broadcast, 0),
+      in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
       length=length,
       unroll=min(self._scan_unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
@@ -114,16 +124,23 @@ class Decoder(nn.Module):
     """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
     rope = build_rope(position_BT, self.cfg)
+    per_layer_NBTP = None
+    if self.cfg.has_per_layer_inputs:
+      per_layer_NBTP = self.per_layer_embed(tokens_BT, x_BTD)
     num_dense, step = self.cfg.layer_plan
     if num_dense:
-      is_local_N = self._is_local(slice(num_dense))
-      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, is_local_N)
-    is_local_N = self._is_local(slice(num_dense, None))
-    if is_local_N is not None and step > 1:
-      is_local_N = is_local_N.reshape(-1, step)  # One row per unit.
-    x_BTD, sums = self._run(self.layers, x_BTD, segment_BT, rope, is_local_N)
-    if sum(kind.is_moe for kind in self.cfg.layer_unit) > 1:  # The units' sums are stacked too.
-      sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+      inputs = self._inputs(slice(num_dense), 1, per_layer_NBTP)
+      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, inputs)
+    num_layers = self.cfg.base_num_decoder_layers
+    first_shared = num_layers - step * self.cfg.num_kv_shared_units
+    inputs = self._inputs(slice(num_dense, first_shared), step, per_layer_NBTP)
+    x_BTD, outputs = self._run(self.layers, x_BTD, segment_BT, rope, inputs)
+    sums = self._by_layer(outputs.sums)
+    if first_shared < num_layers:
+      inputs = self._inputs(slice(first_shared, None), step, per_layer_NBTP)
+      shared = outputs.keys_values
+      x_BTD, outputs = self._run(self.kv_shared_layers, x_BTD, segment_BT, rope, inputs, shared)
+      sums = jax.tree.map(_concatenate, sums, self._by_layer(outputs.sums))
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
@@ -137,19 +154,43 @@ class Decoder(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local_N: np.ndarray | None,
-  ) -> tuple[jax.Array, LayerSums]:
-    """(x_BTD after a stack of layers, their sums stacked along a leading axis N)."""
+    inputs: LayerInputs,
+    shared: SharedKeysValues | None = None,
+  ) -> tuple[jax.Array, LayerOutputs]:
+    """(x_BTD after a stack, the outputs of its layers)
+
+    Their sums are stacked along a leading axis N. The keys and values are those of the last unit.
+    """
     if isinstance(stack, nn.Module):
-      return stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, is_local_N))
+      x_BTD, outputs = stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, inputs), shared)
+      return x_BTD, outputs._replace(keys_values=last_of_stack(outputs.keys_values))
     sums_by_layer = []
     for i, layer in enumerate(stack):
-      is_local = None
-      if is_local_N is not None:
-        is_local = is_local_N[i].tolist()
-      x_BTD, sums = layer(x_BTD, segment_BT, rope, is_local)
-      sums_by_layer.append(sums)
-    return x_BTD, stack_sums(sums_by_layer)
+      x_BTD, outputs = layer(x_BTD, segment_BT, rope, inputs.of_layer(i), shared)
+      sums_by_layer.append(outputs.sums)
+    return x_BTD, outputs._replace(sums=stack_sums(sums_by_layer))
+
+  def _inputs(
+    self,
+    layers: slice,
+    step: int,
+    per_layer_NBTP: jax.Array | None,
+  ) -> LayerInputs:
+    """The inputs of `layers`, with one row per unit of `step` layers if there are several."""
+    is_local_N = self._is_local(layers)
+    if is_local_N is not None and step > 1:
+      is_local_N = is_local_N.reshape(-1, step)
+    if per_layer_NBTP is not None:
+      per_layer_NBTP = per_layer_NBTP[layers]
+      if step > 1:
+        per_layer_NBTP = per_layer_NBTP.reshape(-1, step, *per_layer_NBTP.shape[1:])
+    return LayerInputs(is_local_N, per_layer_NBTP)
+
+  def _by_layer(self, sums: LayerSums) -> LayerSums:
+    """The sums of a stack with one leading axis, that of MoE layers."""
+    if sum(kind.is_moe for kind in self.cfg.layer_unit) > 1:  # The units' sums are stacked too.
+      return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+    return sums
 
   def _is_local(self, layers: slice) -> np.ndarray | None:
     """Which of `layers` attend locally; None if the family has no local layers."""
@@ -244,3 +285,7 @@ class Decoder(nn.Module):
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")
     return self.sharder.constrain(logits, names)
+
+
+def _concatenate(first: jax.Array, second: jax.Array) -> jax.Array:
+  return jnp.concatenate([first, second])

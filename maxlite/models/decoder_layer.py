@@ -1,27 +1,32 @@
 """The decoder layer of all model families; `cfg.family` holds what differs between them."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
-from maxlite.config.schema import ModelConfig
+from maxlite.config.schema import LayerKind, ModelConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.gated_delta_net import GatedDeltaNet
+from maxlite.layers.keys_values import KeysValues, SharedKeysValues
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.moe.router import RouterSums
 from maxlite.layers.norm import RMSNorm
+from maxlite.layers.partitioned import partitioned
+from maxlite.layers.per_layer_embed import PerLayerInput
 from maxlite.layers.rope import RopeTables, query_scale, rope_tables
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
-IsLocal = bool | jax.Array | None  # Whether a layer attends locally; None: no layer does.
+LAYER_SCALE = "layer_scale"  # the only parameter that no loss changes
+# Whether a layer attends locally, or for each of several layers; None: no layer does.
+IsLocal = bool | list[bool] | np.ndarray | jax.Array | None
 LayerSums = dict[str, RouterSums]  # {"moe": sums} of a mixture, else empty.
 
 
@@ -31,6 +36,33 @@ class Rope(NamedTuple):
   tables: RopeTables  # Of global layers, and of local ones unless theirs differ.
   local_tables: RopeTables | None = None
   query_scale_BT: jax.Array | None = None  # None: queries are not scaled.
+
+
+class LayerInputs(NamedTuple):
+  """What differs between layers; of a stack or a unit, with a leading axis of its layers."""
+
+  is_local: IsLocal = None  # May be traced; None if the family has no local layers.
+  per_layer_BTP: jax.Array | None = None  # The layer's embedding of each token (PerLayerEmbed).
+
+  def of_layer(self, i: int) -> "LayerInputs":
+    """Those of element `i` of the leading axis."""
+    is_local = None
+    if self.is_local is not None:
+      is_local = self.is_local[i]
+    if isinstance(is_local, np.ndarray | np.bool_):  # Known while the layer is traced.
+      is_local = is_local.tolist()
+    per_layer_BTP = None
+    if self.per_layer_BTP is not None:
+      per_layer_BTP = self.per_layer_BTP[i]
+    return LayerInputs(is_local, per_layer_BTP)
+
+
+class LayerOutputs(NamedTuple):
+  """What a layer or a unit of layers returns besides y_BTD."""
+
+  sums: LayerSums
+  # Of a layer, or of the last local and the global layer of a unit, if later layers read them.
+  keys_values: KeysValues | SharedKeysValues | None = None
 
 
 def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
@@ -44,8 +76,10 @@ def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
 def _build_tables(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
   if cfg.family.latent_attention:
     num_channels = cfg.mla.qk_rope_head_dim
+  elif cfg.rope.rope_type == "proportional":
+    num_channels = cfg.global_head_dim
   else:
-    num_channels = int(cfg.head_dim * cfg.rope.partial_rotary_factor)
+    num_channels = int(cfg.global_head_dim * cfg.rope.partial_rotary_factor)
   tables = rope_tables(position_BT, num_channels, cfg.rope)
   if not cfg.family.global_rope:
     no_rotation = RopeTables(
@@ -54,7 +88,10 @@ def _build_tables(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
     )
     return Rope(no_rotation, tables)
   local_timescale = cfg.rope.local_rope_max_timescale
-  if not cfg.family.global_layer_every or not local_timescale:
+  if cfg.family.layer_cycles:
+    num_channels = cfg.head_dim
+    local_timescale = local_timescale or cfg.rope.rope_max_timescale
+  elif not cfg.family.global_layer_every or not local_timescale:
     return Rope(tables)
   local = dataclasses.replace(
     cfg.rope,
@@ -68,6 +105,8 @@ def _select_rope(rope: Rope, is_local: IsLocal) -> RopeTables:
   """The tables of a local or a global layer."""
   if rope.local_tables is None or is_local is None:
     return rope.tables
+  if isinstance(is_local, bool):
+    return rope.local_tables if is_local else rope.tables
   return RopeTables(
     cos_BTC=jnp.where(is_local, rope.local_tables.cos_BTC, rope.tables.cos_BTC),
     sin_BTC=jnp.where(is_local, rope.local_tables.sin_BTC, rope.tables.sin_BTC),
@@ -77,13 +116,14 @@ def _select_rope(rope: Rope, is_local: IsLocal) -> RopeTables:
 class DecoderLayer(nn.Module):
   """Attention or a recurrence, then an MLP or (`moe`) a mixture of experts, each after a norm.
 
-  Returns (y_BTD, sums), where `sums` is {"moe": RouterSums} of a mixture and {} of an MLP.
+  Returns (y_BTD, LayerOutputs).
   """
 
   cfg: ModelConfig
   sharder: Sharder
   moe: bool
   is_recurrent: bool = False  # a gated delta net instead of attention
+  is_local: bool | None = None  # in a cycle; None: the call has it if there are local layers
   linear: LinearClass = Linear
 
   @nn.compact
@@ -92,19 +132,28 @@ class DecoderLayer(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local: IsLocal = None,
-  ) -> tuple[jax.Array, LayerSums]:
-    """`is_local` is given if the family has local and global layers; it may be traced."""
+    inputs: LayerInputs,
+    keys_values: KeysValues | None = None,
+  ) -> tuple[jax.Array, LayerOutputs]:
+    """Compute the layer.
+
+    Args:
+      inputs: see LayerInputs.
+      keys_values: those of another layer, to which this one attends; None: it has its own.
+    """
     normed_BTD = self._pre_norm("attention_norm", x_BTD)
-    y_BTD = self._mix(normed_BTD, segment_BT, rope, is_local)
+    is_local = inputs.is_local if self.is_local is None else self.is_local
+    y_BTD, keys_values = self._mix(normed_BTD, segment_BT, rope, is_local, keys_values)
     x_BTD += self._update("attention_post_norm", y_BTD)
-    if self.moe:
-      moe = MoeBlock(self.cfg, self.sharder, self.linear, name="moe")
-      y_BTD, sums = moe(self._pre_norm("moe_norm", x_BTD), segment_BT)
-      return x_BTD + self._update("moe_post_norm", y_BTD), {"moe": sums}
-    mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, linear=self.linear, name="mlp")
-    y_BTD = mlp(self._pre_norm("mlp_norm", x_BTD))
-    return x_BTD + self._update("mlp_post_norm", y_BTD), {}
+    x_BTD, sums = self._feed_forward(x_BTD, segment_BT)
+    if inputs.per_layer_BTP is not None:
+      per_layer = PerLayerInput(self.cfg, self.sharder, self.linear, name="per_layer")
+      x_BTD += per_layer(x_BTD, inputs.per_layer_BTP)
+    if self.cfg.family.layer_scale:
+      x_BTD = x_BTD * self._layer_scale().astype(x_BTD.dtype)
+    if not self.cfg.num_kv_shared_units:
+      keys_values = None
+    return x_BTD, LayerOutputs(sums, keys_values)
 
   def _mix(
     self,
@@ -112,17 +161,49 @@ class DecoderLayer(nn.Module):
     segment_BT: jax.Array,
     rope: Rope,
     is_local: IsLocal,
-  ) -> jax.Array:
-    """y_BTD: each position with those before it."""
+    keys_values: KeysValues | None,
+  ) -> tuple[jax.Array, KeysValues | None]:
+    """(y_BTD of each position with those before it, the keys and values of attention)"""
     if self.is_recurrent:
       gated_delta = GatedDeltaNet(self.cfg, self.sharder, self.linear, name="gated_delta")
-      return gated_delta(x_BTD, segment_BT)
+      return gated_delta(x_BTD, segment_BT), None
     if self.cfg.family.latent_attention:
       latent_attention = LatentAttention(self.cfg, self.sharder, self.linear, name="attention")
-      return latent_attention(x_BTD, segment_BT, rope.tables, rope.query_scale_BT)
+      y_BTD = latent_attention(x_BTD, segment_BT, rope.tables, rope.query_scale_BT)
+      return y_BTD, None
     attention = Attention(self.cfg, self.sharder, self.linear, name="attention")
     tables = _select_rope(rope, is_local)
-    return attention(x_BTD, segment_BT, tables, is_local, rope.query_scale_BT)
+    return attention(x_BTD, segment_BT, tables, is_local, rope.query_scale_BT, keys_values)
+
+  def _feed_forward(
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+  ) -> tuple[jax.Array, LayerSums]:
+    """(x_BTD plus the output of the MLP or of the mixture, or of both, the mixture's sums)"""
+    if not self.moe:
+      y_BTD = self._mlp(x_BTD)
+      return x_BTD + self._update("mlp_post_norm", y_BTD), {}
+    moe = MoeBlock(self.cfg, self.sharder, self.linear, name="moe")
+    routed_BTD = None
+    if self.cfg.family.scaled_router:
+      routed_BTD = x_BTD
+    y_BTD, sums = moe(self._pre_norm("moe_norm", x_BTD), segment_BT, routed_BTD)
+    if not self.cfg.family.mlp_beside_experts:
+      return x_BTD + self._update("moe_post_norm", y_BTD), {"moe": sums}
+    dense_BTD = self._norm("mlp_branch_norm")(self._mlp(x_BTD))
+    y_BTD = dense_BTD + self._norm("moe_branch_norm")(y_BTD)
+    return x_BTD + self._update("mlp_post_norm", y_BTD), {"moe": sums}
+
+  def _mlp(self, x_BTD: jax.Array) -> jax.Array:
+    mlp = MLP(self.cfg, self.sharder, self.cfg.base_mlp_dim, linear=self.linear, name="mlp")
+    return mlp(self._pre_norm("mlp_norm", x_BTD))
+
+  def _layer_scale(self) -> jax.Array:
+    """The factor of the layer's output, a number of the checkpoint without a gradient."""
+    init = partitioned(nn.initializers.ones, ("norm",))
+    scale = self.param(LAYER_SCALE, init, (1,), jnp.dtype(self.cfg.weight_dtype))
+    return jax.lax.stop_gradient(scale)[None, None]
 
   def _norm(self, name: str) -> RMSNorm:
     return RMSNorm(
@@ -150,8 +231,8 @@ class DecoderLayer(nn.Module):
 class LayerUnit(nn.Module):
   """The layers of `cfg.layer_unit`.
 
-  Returns (y_BTD, sums), where `sums` is that of the MoE layer; those of several are stacked along a
-  leading axis.
+  Returns (y_BTD, LayerOutputs), where `sums` are those of the MoE layer; those of several are
+  stacked along a leading axis.
   """
 
   cfg: ModelConfig
@@ -164,32 +245,53 @@ class LayerUnit(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    is_local: jax.Array | Sequence[bool] | None,
-  ) -> tuple[jax.Array, LayerSums]:
-    """`is_local` has one element per layer, or is None."""
-    layer = remat(DecoderLayer, self.cfg)
-    kinds = self.cfg.layer_unit
-    flags: jax.Array | Sequence[bool | None] = [None] * len(kinds)
-    if is_local is not None:
-      flags = is_local
+    inputs: LayerInputs,
+    shared: SharedKeysValues | None = None,
+  ) -> tuple[jax.Array, LayerOutputs]:
+    """Compute the layers.
+
+    Args:
+      inputs: with a leading axis of the unit's layers.
+      shared: the keys and values to which they attend; None: each has its own.
+    """
     sums_by_layer = []
-    for i, kind in enumerate(kinds):
-      layer_of_unit = layer(
-        self.cfg,
-        self.sharder,
-        moe=kind.is_moe,
-        is_recurrent=kind.is_recurrent,
-        linear=self.linear,
-        name=kind.name,
-      )
-      x_BTD, sums = layer_of_unit(x_BTD, segment_BT, rope, flags[i])
+    keys_values: dict[bool, KeysValues] = {}  # by is_local, of the last such layer
+    for i, kind in enumerate(self.cfg.layer_unit):
+      layer = self._layer(kind, reads_kv=shared is not None)
+      read = None
+      if shared is not None:
+        read = shared.of_layer(kind.is_local)
+      x_BTD, outputs = layer(x_BTD, segment_BT, rope, inputs.of_layer(i), read)
       if kind.is_moe:
-        sums_by_layer.append(sums)
-    if not sums_by_layer:
-      return x_BTD, {}
-    if len(sums_by_layer) == 1:
-      return x_BTD, sums_by_layer[0]
-    return x_BTD, stack_sums(sums_by_layer)
+        sums_by_layer.append(outputs.sums)
+      if outputs.keys_values is not None:
+        keys_values[kind.is_local] = outputs.keys_values
+    last = None
+    if keys_values and shared is None:
+      last = SharedKeysValues(keys_values.get(True), keys_values[False])
+    return x_BTD, LayerOutputs(_stack_of_unit(sums_by_layer), last)
+
+  def _layer(self, kind: LayerKind, *, reads_kv: bool) -> nn.Module:
+    cfg = self.cfg.of_layer(kind, reads_kv=reads_kv)
+    layer = remat(DecoderLayer, cfg)
+    return layer(
+      cfg,
+      self.sharder,
+      moe=kind.is_moe,
+      is_recurrent=kind.is_recurrent,
+      is_local=kind.is_local,
+      linear=self.linear,
+      name=kind.name,
+    )
+
+
+def _stack_of_unit(sums_by_layer: list[LayerSums]) -> LayerSums:
+  """The sums of the MoE layers of a unit, stacked if there are several."""
+  if not sums_by_layer:
+    return {}
+  if len(sums_by_layer) == 1:
+    return sums_by_layer[0]
+  return stack_sums(sums_by_layer)
 
 
 def stack_sums(sums_by_layer: list[LayerSums]) -> LayerSums:

@@ -19,7 +19,7 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import LinearClass
 from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, LayerSums, Rope, stack_sums
+from maxlite.models.decoder_layer import DecoderLayer, LayerInputs, LayerSums, Rope, stack_sums
 from maxlite.models.draft import shift_left
 from maxlite.models.remat import remat
 from maxlite.sharding import ROWS, Sharder
@@ -79,7 +79,8 @@ class MtpLayer(nn.Module):
     is_local = None
     if self.cfg.family.global_layer_every:
       is_local = False
-    return self.layer(x_BTD, segment_BT, rope, is_local)
+    h_BTD, outputs = self.layer(x_BTD, segment_BT, rope, LayerInputs(is_local))
+    return h_BTD, outputs.sums
 
 
 class MultiTokenPrediction(nn.Module):

@@ -372,7 +372,7 @@ def _gather_keys(step: _Step) -> None:
     channels = model.base_num_query_heads * channels_per_head
     shards = step.sharder.num_shards("activation_q_heads")
   else:
-    channels = 2 * model.base_num_kv_heads * model.head_dim
+    channels = _mean_kv_channels(model)
     shards = step.sharder.num_shards("activation_kv_heads")
   axes = step.axes("activation_length")
   positions = step.tokens * step.size(axes)
@@ -383,6 +383,15 @@ def _gather_keys(step: _Step) -> None:
     gathers = 2
   step.add("all-gather", axes, layers * gathers, payload)
   step.add("reduce-scatter", axes, layers, payload)
+
+
+def _mean_kv_channels(model: ModelConfig) -> float:
+  """Channels of all keys and values of a position, on average over the layers that attend."""
+  of_local = 2 * model.base_num_kv_heads * model.head_dim
+  if not model.global_layer_interval:
+    return of_local
+  of_global = 2 * model.global_num_kv_heads * model.global_head_dim
+  return of_local + (of_global - of_local) / model.global_layer_interval
 
 
 def _dispatch_tokens(step: _Step) -> None:

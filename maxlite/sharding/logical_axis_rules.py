@@ -22,6 +22,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   # Parameters
   "ensemble": ("ensemble",),
   "layers": (),
+  "per_layer": (),
   "vocab": ("tensor",),
   "embed": ("fsdp", "context", "expert"),
   "norm": (),

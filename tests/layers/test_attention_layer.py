@@ -56,7 +56,8 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(MODELS, "toy", family)
     layer = Attention(cfg, sharder)
-    return layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
+    y_BTD, _ = layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
+    return y_BTD
 
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])

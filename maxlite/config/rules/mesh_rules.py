@@ -5,7 +5,7 @@ from math import lcm, prod
 
 from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules.violation import Violation, Violations, largest_divisor
-from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, flatten
+from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, ModelConfig, flatten
 from maxlite.config.values import suggest
 
 _GROUPS = ("ici", "dcn")  # the devices of one slice, and the slices
@@ -58,13 +58,11 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
     not family.is_moe
     or model.moe.first_num_dense_layers > 0
     or model.moe.interleave_moe_layer_step > 1
+    or family.mlp_beside_experts
   )
-  dimensions = [("base_num_query_heads", ["tensor"])]
-  if not family.latent_attention:
-    dimensions.append(("base_num_kv_heads", ["tensor"]))
-  if family.gated_delta_layers:
-    dimensions.append(("gdn_num_key_heads", ["tensor"]))
-    dimensions.append(("gdn_num_value_heads", ["tensor"]))
+  dimensions = [(key, ["tensor"]) for key in _head_counts(model)]
+  if model.has_per_layer_inputs:
+    dimensions.append(("hidden_size_per_layer_input", ["tensor"]))
   if family.is_moe:
     dimensions.append(("base_moe_mlp_dim", ["tensor"]))
   if has_dense_mlp:
@@ -77,10 +75,25 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
     dimensions.append(("num_experts", ["expert"]))
   by_fsdp = ["fsdp", "context", "expert"]
   dimensions.append(("base_emb_dim", by_fsdp))
+  if model.has_per_layer_inputs:
+    dimensions.append(("hidden_size_per_layer_input", by_fsdp))
   if family.latent_attention:
     dimensions.append(("q_lora_rank", by_fsdp))
     dimensions.append(("kv_lora_rank", by_fsdp))
   return dimensions
+
+
+def _head_counts(model: ModelConfig) -> list[str]:
+  """The keys of numbers of heads that are in use."""
+  family = model.family
+  keys = ["base_num_query_heads"]
+  if not family.latent_attention:
+    keys.append("base_num_kv_heads")
+  if model.global_num_kv_heads != model.base_num_kv_heads:
+    keys.append("global_num_kv_heads")
+  if family.gated_delta_layers:
+    keys += ["gdn_num_key_heads", "gdn_num_value_heads"]
+  return keys
 
 
 def divisibility(cfg: Config) -> Violations:

@@ -9,7 +9,7 @@ from maxlite.config.rules.violation import (
   largest_divisor,
   set_keys,
 )
-from maxlite.config.schema import DEFAULTS, Config, TilesConfig, flatten
+from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
 
 # By key of the rotary embedding, the types that read it.
 _ROPE_TYPES_OF_KEYS = {
@@ -43,7 +43,7 @@ def attention(cfg: Config) -> Violations:
       ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar", "clip_qkv"],
     ):
       yield Violation([key, "decoder_block"], f"not supported by latent attention; write {key}=0")
-  has_two_ropes = model.family.global_layer_every > 0 and model.family.global_rope
+  has_two_ropes = model.global_layer_interval > 0 and model.family.global_rope
   if model.rope.local_rope_max_timescale and not has_two_ropes:
     yield Violation(
       ["local_rope_max_timescale", "decoder_block"],
@@ -78,17 +78,18 @@ def _attention_backend(cfg: Config) -> Violations:
 def _rotated_channels(cfg: Config) -> Violations:
   """The rules on the channels of a head that the rotary embedding rotates."""
   model = cfg.model
+  sizes = {"head_dim": model.head_dim}
   if model.family.latent_attention:
-    key = "qk_rope_head_dim"
-    num_channels = model.mla.qk_rope_head_dim
-  else:
-    key = "head_dim"
-    num_channels = model.head_dim
-  if num_channels % 2:
-    yield Violation(
-      [key],
-      f"rotary embedding pairs channels, so it must be even; write {key}={num_channels + 1}",
-    )
+    sizes = {"qk_rope_head_dim": model.mla.qk_rope_head_dim}
+  elif model.global_head_dim != model.head_dim:
+    sizes["global_head_dim"] = model.global_head_dim
+  for key, num_channels in sizes.items():
+    if num_channels % 2:
+      yield Violation(
+        [key],
+        f"rotary embedding pairs channels, so it must be even; write {key}={num_channels + 1}",
+      )
+  # In families with two sizes, the factor is that of the last one, of global layers.
   rotated = int(num_channels * model.rope.partial_rotary_factor)
   if rotated == 0 or rotated % 2:
     yield Violation(
@@ -107,6 +108,7 @@ def gated_delta(cfg: Config) -> Violations:
   model = cfg.model
   if not model.family.gated_delta_layers:
     return
+  yield from _layers_per_unit(cfg)
   gdn = model.gdn
   if gdn.gdn_num_value_heads % gdn.gdn_num_key_heads:
     divisor = largest_divisor(gdn.gdn_num_value_heads, gdn.gdn_num_key_heads)
@@ -114,24 +116,74 @@ def gated_delta(cfg: Config) -> Violations:
       ["gdn_num_value_heads", "gdn_num_key_heads"],
       f"value heads must be a multiple of key heads; write gdn_num_key_heads={divisor}",
     )
-  interval = gdn.inhomogeneous_layer_cycle_interval
-  if model.base_num_decoder_layers % interval:
-    divisor = largest_divisor(model.base_num_decoder_layers, interval)
-    yield Violation(
-      ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
-      f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
-    )
   if model.num_draft_heads:
     yield Violation(
       ["num_draft_heads", "decoder_block"],
       "drafts that are not accepted cannot be taken back from a recurrent state; write "
       "num_draft_heads=0",
     )
+
+
+def _layers_per_unit(cfg: Config) -> Violations:
+  """The rules on families whose layers repeat in units of several."""
+  model = cfg.model
+  interval = model.inhomogeneous_layer_cycle_interval
+  if model.base_num_decoder_layers % interval:
+    divisor = largest_divisor(model.base_num_decoder_layers, interval)
+    yield Violation(
+      ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
+      f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
+    )
   for key, default in (("first_num_dense_layers", 0), ("interleave_moe_layer_step", 1)):
     if model.family.is_moe and getattr(model.moe, key) != default:
       yield Violation(
         [key, "decoder_block"], f"all layers of this family are MoE; write {key}={default}"
       )
+
+
+def layer_cycles(cfg: Config) -> Violations:
+  """The rules on models whose layers are cycles of local layers and a global one."""
+  model = cfg.model
+  if not model.family.layer_cycles:
+    for key in changed_keys(cfg, list(flatten(CycleConfig()))):
+      yield Violation(
+        [key, "decoder_block"],
+        f"only cycles of layers have it; write {key}={show(DEFAULTS[key])}, or "
+        "decoder_block=gemma4",
+      )
+    return
+  yield from _layers_per_unit(cfg)
+  interval = model.inhomogeneous_layer_cycle_interval
+  if interval == 1:
+    yield Violation(
+      ["inhomogeneous_layer_cycle_interval", "decoder_block"],
+      "a cycle has local layers before its global one; write 2 or more",
+    )
+  if model.mtp_num_layers:
+    yield Violation(
+      ["mtp_num_layers", "decoder_block"],
+      "this family has no layers of multi-token prediction; write mtp_num_layers=0",
+    )
+  if model.sliding_window_size == 0:
+    yield Violation(
+      ["sliding_window_size", "decoder_block"],
+      "local layers of this family have a window; write sliding_window_size=512",
+    )
+  num_shared = model.cycle.num_kv_shared_layers
+  if num_shared % interval or num_shared >= model.base_num_decoder_layers:
+    largest = model.base_num_decoder_layers - interval
+    nearest = min(num_shared - num_shared % interval, largest)
+    yield Violation(
+      ["num_kv_shared_layers", "inhomogeneous_layer_cycle_interval"],
+      f"must be whole cycles of {interval} layers, and leave one; write "
+      f"num_kv_shared_layers={max(nearest, 0)}",
+    )
+  if model.base_num_query_heads % model.global_num_kv_heads:
+    divisor = largest_divisor(model.base_num_query_heads, model.global_num_kv_heads)
+    yield Violation(
+      ["base_num_query_heads", "global_num_kv_heads"],
+      f"query heads must be a multiple of key/value heads; write global_num_kv_heads={divisor}",
+    )
 
 
 def rope(cfg: Config) -> Violations:
@@ -229,4 +281,4 @@ def memory(cfg: Config) -> Violations:
     )
 
 
-MODEL_RULES = (attention, gated_delta, rope, rope_length, longrope, mlp, memory)
+MODEL_RULES = (attention, gated_delta, layer_cycles, rope, rope_length, longrope, mlp, memory)

@@ -27,9 +27,6 @@ class LatentAttentionConfig:
 class GatedDeltaConfig:
   """Layers with a gated delta net instead of attention; read if the model family has them."""
 
-  inhomogeneous_layer_cycle_interval: int = model_field(
-    4, "Every n-th layer attends; the others are gated delta nets.", low=1
-  )
   gdn_num_key_heads: int = model_field(
     16, "Query and key heads of a gated delta net, each shared by value heads.", low=1
   )
@@ -45,6 +42,33 @@ class GatedDeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CycleConfig:
+  """Layers in cycles of local layers and a global one; read if the model family has them."""
+
+  global_head_dim: int = model_field(
+    0, "Channels per attention head of global layers; 0: head_dim.", low=0
+  )
+  global_num_kv_heads: int = model_field(
+    0, "Key/value heads of global layers; 0: base_num_kv_heads.", low=0
+  )
+  share_kv_projections: bool = model_field(
+    False, "The values of global layers are their keys, before norm and rotary embedding."
+  )
+  num_kv_shared_layers: int = model_field(
+    0,
+    "Last layers without keys and values: they attend to those of the last layer before them that "
+    "is local or global as they are.",
+    low=0,
+  )
+  use_double_wide_mlp: bool = model_field(
+    False, "The MLP of the num_kv_shared_layers has twice base_mlp_dim."
+  )
+  hidden_size_per_layer_input: int = model_field(
+    0, "Width of the embedding that each layer has of every token; 0: none.", low=0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
   """Rotary position embedding."""
 
@@ -53,19 +77,20 @@ class RopeConfig:
     "default",
     "Context extension by rope_factor: `default` none, `linear` scales all frequencies, "
     "`llama3.1` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` none, for "
-    "models that extend it only beyond original_max_position_embeddings.",
-    choices=("default", "linear", "llama3.1", "yarn", "longrope", "dynamic"),
+    "models that extend it only beyond original_max_position_embeddings. `proportional`: none, and "
+    "partial_rotary_factor keeps the frequencies and pairs of the whole head (gemma4).",
+    choices=("default", "linear", "llama3.1", "yarn", "longrope", "dynamic", "proportional"),
   )
   local_rope_max_timescale: float = model_field(
     0.0,
     "Base of the rotary embedding of layers with a sliding window, without context extension "
-    "(gemma3); 0: the same as in the other layers.",
+    "(gemma3, gemma4); 0: the same as in the other layers.",
     low=0,
   )
   partial_rotary_factor: float = model_field(
     1.0,
     "Share of a head's channels that rotate, the first ones; the others carry no position "
-    "(as in GLM-4.5 and MiniMax-M2).",
+    "(as in GLM-4.5 and MiniMax-M2). In gemma4 of global layers; local ones rotate all.",
     low=0,
     high=1,
   )
@@ -127,6 +152,7 @@ class LayerKind(NamedTuple):
   name: str  # of its module within the unit
   is_moe: bool
   is_recurrent: bool = False  # a gated delta net instead of attention
+  is_local: bool | None = None  # in a cycle of local layers and a global one; None: in no cycle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +161,18 @@ class ModelConfig:
 
   decoder_block: str = model_field(
     "mixtral",
-    "Model family (config/model_families.py): the first nine are dense, the others MoE.",
+    "Model family (config/model_families.py): those from mixtral on are MoE, the others dense.",
     choices=MODELS,
   )
   vocab_size: int = model_field(320, "Rows of the embedding; at least the tokenizer's size.", low=1)
   base_emb_dim: int = model_field(256, "Width of the residual stream.", low=1)
   base_num_decoder_layers: int = model_field(4, "Number of decoder layers.", low=1)
+  inhomogeneous_layer_cycle_interval: int = model_field(
+    4,
+    "Every n-th layer attends, and the others are gated delta nets; in gemma4 it attends globally, "
+    "and the others locally.",
+    low=1,
+  )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
   head_dim: int = model_field(32, "Channels per attention head.", low=2)
@@ -197,7 +229,7 @@ class ModelConfig:
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
-    "gemma2, gemma3, gpt_oss and olmo3; 0: all.",
+    "gemma2, gemma3, gemma4, gpt_oss and olmo3; 0: all.",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)
@@ -226,6 +258,7 @@ class ModelConfig:
   rope: RopeConfig = RopeConfig()
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
+  cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
 
   @property
@@ -236,11 +269,16 @@ class ModelConfig:
   @property
   def layer_unit(self) -> tuple[LayerKind, ...]:
     """The layers that repeat after the leading dense ones, in order."""
+    num_others = self.inhomogeneous_layer_cycle_interval - 1
+    if self.family.layer_cycles:
+      local = [
+        LayerKind(f"local_{i}", self.family.is_moe, is_local=True) for i in range(num_others)
+      ]
+      return (*local, LayerKind("global", self.family.is_moe, is_local=False))
     if self.family.gated_delta_layers:
-      num_recurrent = self.gdn.inhomogeneous_layer_cycle_interval - 1
       recurrent = [
         LayerKind(f"gated_delta_{i}", self.family.is_moe, is_recurrent=True)
-        for i in range(num_recurrent)
+        for i in range(num_others)
       ]
       return (*recurrent, LayerKind("attention", self.family.is_moe))
     if not self.family.is_moe:
@@ -255,6 +293,59 @@ class ModelConfig:
     if not self.family.is_moe:
       return 0, len(self.layer_unit)
     return self.moe.first_num_dense_layers, len(self.layer_unit)
+
+  @property
+  def has_per_layer_inputs(self) -> bool:
+    """Whether each layer has an embedding of every token."""
+    return self.family.layer_cycles and self.cycle.hidden_size_per_layer_input > 0
+
+  @property
+  def num_kv_shared_units(self) -> int:
+    """How many of the last units of layers have no keys and values."""
+    if not self.family.layer_cycles:
+      return 0
+    return self.cycle.num_kv_shared_layers // len(self.layer_unit)
+
+  @property
+  def global_layer_interval(self) -> int:
+    """Every n-th layer attends globally, the others locally; 0: all layers are alike."""
+    if self.family.layer_cycles:
+      return self.inhomogeneous_layer_cycle_interval
+    return self.family.global_layer_every
+
+  @property
+  def global_head_dim(self) -> int:
+    """Channels per attention head of layers that attend globally."""
+    if self.family.layer_cycles and self.cycle.global_head_dim:
+      return self.cycle.global_head_dim
+    return self.head_dim
+
+  @property
+  def global_num_kv_heads(self) -> int:
+    """Key/value heads of layers that attend globally."""
+    if self.family.layer_cycles and self.cycle.global_num_kv_heads:
+      return self.cycle.global_num_kv_heads
+    return self.base_num_kv_heads
+
+  def of_layer(self, kind: LayerKind, *, reads_kv: bool) -> "ModelConfig":
+    """The config with the sizes of one kind of layer.
+
+    Args:
+      kind: an element of `layer_unit`.
+      reads_kv: whether the layer is one of the num_kv_shared_layers.
+    """
+    if kind.is_local is None:
+      return self
+    if kind.is_local:
+      cycle = dataclasses.replace(self.cycle, share_kv_projections=False)
+      cfg = dataclasses.replace(self, cycle=cycle)
+    else:
+      cfg = dataclasses.replace(
+        self, head_dim=self.global_head_dim, base_num_kv_heads=self.global_num_kv_heads
+      )
+    if reads_kv and self.cycle.use_double_wide_mlp:
+      cfg = dataclasses.replace(cfg, base_mlp_dim=2 * self.base_mlp_dim)
+    return cfg
 
   @property
   def num_moe_layers(self) -> int:

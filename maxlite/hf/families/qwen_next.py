@@ -114,7 +114,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
-  interval = cfg.gdn.inhomogeneous_layer_cycle_interval
+  interval = cfg.inhomogeneous_layer_cycle_interval
   return {"layer_types": _layer_types(cfg.base_num_decoder_layers, interval)}
 
 

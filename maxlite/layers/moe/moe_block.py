@@ -26,7 +26,13 @@ class MoeBlock(nn.Module):
   def setup(self) -> None:
     cfg = self.cfg
     moe = cfg.moe
-    self.router = Router(moe, jnp.dtype(cfg.weight_dtype), cfg.family.router_bias)
+    self.router = Router(
+      moe,
+      jnp.dtype(cfg.weight_dtype),
+      cfg.family.router_bias,
+      cfg.family.scaled_router,
+      cfg.normalization_layer_epsilon,
+    )
     self.expert_parameters = ExpertParameters(cfg)
     nn.share_scope(self, self.expert_parameters)  # The experts' parameters have the block's path.
     if moe.shared_experts:
@@ -42,8 +48,16 @@ class MoeBlock(nn.Module):
           cfg, self.sharder, features=(1,), kernel_names=("embed", "router")
         )
 
-  def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> tuple[jax.Array, RouterSums]:
-    route = self.router(x_BTD, segment_BT)
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    segment_BT: jax.Array,
+    routed_BTD: jax.Array | None = None,
+  ) -> tuple[jax.Array, RouterSums]:
+    """`routed_BTD`: what the router chooses by; None: x_BTD, which the experts get."""
+    if routed_BTD is None:
+      routed_BTD = x_BTD
+    route = self.router(routed_BTD, segment_BT)
     route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
 
     dispatch = choose_dispatch(self.cfg.moe).apply_experts

@@ -10,6 +10,7 @@ from maxlite.config.registry import ROUTERS
 from maxlite.config.schema import MoeConfig
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.moe.expert_choice import is_chosen
+from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
 
 
@@ -45,16 +46,21 @@ class Router(nn.Module):
 
   With `use_bias`, the logits have a bias, which affects both choice and weights. With
   cfg.routed_bias, the parameter `bias` affects the choice only; it has no gradient, and
-  training/routed_bias.py updates it.
+  training/routed_bias.py updates it. With `is_scaled`, x is normalised and divided by sqrt(D),
+  and each of its channels and the weight of each expert is multiplied by a parameter.
   """
 
   cfg: MoeConfig
   weight_dtype: jnp.dtype
   use_bias: bool = False
+  is_scaled: bool = False
+  epsilon: float = 0.0  # Of the norm of x.
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> Route:
     cfg = self.cfg
+    if self.is_scaled:
+      x_BTD = self._scale_input(x_BTD)
     logits_BTE = self._logits(x_BTD)
     bias_E = jnp.zeros(cfg.num_experts, logits_BTE.dtype)
     if cfg.routed_bias:
@@ -63,6 +69,8 @@ class Router(nn.Module):
       bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
     choose_experts = ROUTERS[cfg.router]
     probability_BTE, expert_BTK, weight_BTK = choose_experts(logits_BTE, bias_E, cfg)
+    if self.is_scaled:
+      weight_BTK = weight_BTK * self._expert_scale(expert_BTK).astype(weight_BTK.dtype)
     weight_BTK = checkpoint_name(weight_BTK * cfg.routed_scaling_factor, "moe_route")
     sums = _router_sums(logits_BTE, probability_BTE, expert_BTK, segment_BT)
     return Route(expert_BTK, weight_BTK, sums)
@@ -93,6 +101,18 @@ class Router(nn.Module):
       bias_E = self.param("logits_bias", zeros, (cfg.num_experts,), self.weight_dtype)
       logits_BTE += bias_E.astype(dtype)[None, None]
     return logits_BTE
+
+  def _scale_input(self, x_BTD: jax.Array) -> jax.Array:
+    """x_BTD, normalised and divided by sqrt(D), with a learned scale per channel."""
+    num_channels = x_BTD.shape[-1]
+    norm = RMSNorm(self.epsilon, self.weight_dtype, name="norm")
+    return norm(x_BTD) * jnp.asarray(num_channels**-0.5, x_BTD.dtype)
+
+  def _expert_scale(self, expert_BTK: jax.Array) -> jax.Array:
+    """The learned factor of the weight of each chosen expert."""
+    init = partitioned(nn.initializers.ones, ("router",))
+    scale_E = self.param("expert_scale", init, (self.cfg.num_experts,), self.weight_dtype)
+    return jnp.take(scale_E, expert_BTK, axis=0, mode="clip")
 
   def _jitter(self, x_BTD: jax.Array) -> jax.Array:
     """Uniform noise in 1 +- router_jitter, with x's shape and type."""
