@@ -25,6 +25,7 @@ from maxlite.config.schema import (
   MESH_AXES,
   DataConfig,
   ModelConfig,
+  OptimizerConfig,
   build,
 )
 from maxlite.config.validation import validate
@@ -127,8 +128,12 @@ def open_folder(path: str) -> tuple[Path, RunFolder | None]:
   return run.directory, run
 
 
-def trainer_of_model(model: ModelConfig, mesh: Mesh | Mapping[str, int] | None = None) -> Trainer:
-  """Build a Trainer of `model` on `mesh` or one device."""
+def trainer_of_model(
+  model: ModelConfig,
+  mesh: Mesh | Mapping[str, int] | None = None,
+  optimizer: OptimizerConfig | None = None,
+) -> Trainer:
+  """Build a Trainer of `model` on `mesh` or one device, by default with the default optimizer."""
   degrees, devices = _devices(mesh)
   keys = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
   keys |= {"dcn_data_parallelism": 1, "sharding_tolerance": 1}
@@ -139,6 +144,7 @@ def trainer_of_model(model: ModelConfig, mesh: Mesh | Mapping[str, int] | None =
     cfg,
     model=model,
     data=DataConfig(max_target_length=length, per_device_batch_size=1),
+    optimizer=optimizer or cfg.optimizer,
   )
   return build_trainer(cfg, devices)
 
