@@ -34,7 +34,7 @@ class Attention(nn.Module):
   """Causal attention within each segment of packed rows.
 
   Returns (y_BTD, the keys and values that it attended to). If those of another layer are given, it
-  has none of its own, and stores none in the cache.
+  projects none and stores none in the cache.
 
   Query heads share the key/value heads in equal groups. The family's `qk_norm` applies RMSNorm to
   queries and keys before the rotary embedding: per `head`, or over the whole `projection`. The

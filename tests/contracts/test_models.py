@@ -68,7 +68,7 @@ FAMILY_KEYS = {
   },
   "gemma4": {
     "base_num_decoder_layers": 6,
-    "normalization_layer_epsilon": 0.1,  # so many norms amplify rounding with a small one
+    "normalization_layer_epsilon": 0.1,  # a small one amplifies rounding
     "mlp_activations": ("gelu", "linear"),
     "sliding_window_size": 3,
     "query_pre_attn_scalar": 1.0,
