@@ -13,7 +13,7 @@ from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 
-# With those of DRAFTED and of inference/test_engine.py, every way to attend and to build a layer.
+# With those of DRAFTED and of inference/tiny_engine.py, every way to attend and to build a layer.
 FAST = ("gemma2",)
 NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import datetime
 import http.client
 import json
 import logging
@@ -10,83 +9,27 @@ import re
 import socket
 import threading
 import time
-from typing import ClassVar
 
 import jax
-import numpy as np
 import pytest
-import test_engine as tiny
+import tiny_engine as tiny
+from tiny_server import TEMPLATE, Letters, ask, direct, served
 
-from maxlite.data.sources.chat import ChatEncoder
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
-from maxlite.inference.server.engine_thread import EngineThread
-
-pytest.importorskip("starlette", reason="needs the extra `serve`")
-pytest.importorskip("uvicorn", reason="needs the extra `serve`")
-
-from starlette.testclient import TestClient
-
 from maxlite.inference.server import http_server
 from maxlite.inference.server.address import allowed_hosts, listen, url_host
+from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.inference.server.http_api import Api
 
-
-class Letters:
-  """A tokenizer with a token per letter and the special tokens `^` and `$`."""
-
-  size = 48
-  bos = 0
-  eos = 47
-  stop_token_ids = (eos,)
-  identity = "letters"
-  special_tokens_map: ClassVar = {"bos_token": "^", "eos_token": "$"}
-  special_tokens: ClassVar = {"^": bos, "$": eos}
-
-  def encode(self, text):
-    return [1 + letter % 46 for letter in text]
-
-  def decode(self, ids):
-    return "".join(chr(ord("A") + i) for i in ids)
-
-  def encode_with_offsets(self, text):
-    ids = [self.special_tokens.get(letter, 1 + ord(letter) % 46) for letter in text]
-    return np.array(ids, np.uint32), np.arange(len(text))
-
-
-TEMPLATE = (
-  "{{ bos_token }}{% for m in messages %}"
-  "{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-  "{{ m.role[0] + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
-
-
-@contextlib.contextmanager
-def served(engine_thread, template="", max_per_address=0, **keys):
-  """(port, engine_thread) of a running server."""
-  letters = Letters()
-  chat = (
-    ChatEncoder(letters, template, place="template", today=datetime.date.today).prompt
-    if template
-    else None
-  )
-  api = Api(engine_thread, letters, chat, name="tiny", max_length=tiny.MAX_LENGTH, **keys)
-  app = api.build_app(allowed_hosts("127.0.0.1"))
-  options = {"max_per_address": max_per_address, "log_level": "error"}
-  server = http_server.HttpServer(app, engine_thread, **options)
-  with listen("127.0.0.1", 0) as listening:
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield listening.getsockname()[1], engine_thread
-    server.should_exit = True
-    thread.join()
+testclient = pytest.importorskip("starlette.testclient", reason="needs the extra `serve`")
 
 
 @pytest.fixture(scope="module")
-def engine_thread():
+def engine_thread(two_rows):
   """An engine of two rows, with a queue of three requests."""
-  with EngineThread(Batcher(tiny.two_rows()), queue_size=3).running() as engine_thread:
+  with EngineThread(Batcher(two_rows), queue_size=3).running() as engine_thread:
     yield engine_thread
 
 
@@ -102,31 +45,13 @@ def chat_service(engine_thread):
     yield service
 
 
-def ask(service, path, body=None, **headers):
-  """(status, text) of a request."""
-  method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
-  with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
-    connection.request(method, path, content, {"content-type": "application/json"} | headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
-
-
 def complete(service, **params):
   status, text = ask(service, "/v1/completions", params)
   assert status == 200, text
   return json.loads(text)
 
 
-def direct(prompt, size, sampling, seed=0):
-  """(text, finish reason) from the engine itself; the server must be idle."""
-  tokens = [Letters.bos, *Letters().encode(prompt.encode())]
-  ((ids, reason),) = tiny.completions_of(
-    tiny.two_rows(), [GenerationRequest(tokens, size, sampling, seed)]
-  )
-  return Letters().decode(ids), reason
-
-
-def test_a_completion_equals_that_of_the_engine(service):
+def test_a_completion_equals_that_of_the_engine(service, two_rows):
   given = {
     "temperature": 1.3,
     "top_k": 20,
@@ -136,7 +61,9 @@ def test_a_completion_equals_that_of_the_engine(service):
   }
   answer = complete(service, model="tiny", prompt="hello", max_tokens=9, seed=3, **given)
   (choice,) = answer["choices"]
-  assert (choice["text"], choice["finish_reason"]) == direct("hello", 9, SamplingParams(**given), 3)
+  assert (choice["text"], choice["finish_reason"]) == direct(
+    two_rows, "hello", 9, SamplingParams(**given), 3
+  )
   assert answer["usage"]["prompt_tokens"] == 6
   assert answer["object"] == "text_completion"
 
@@ -158,18 +85,18 @@ def test_a_stream_has_the_same_text_in_pieces(service):
   assert len(pieces) > 3
 
 
-def test_a_chat_without_template_completes_a_transcript(service):
+def test_a_chat_without_template_completes_a_transcript(service, two_rows):
   messages = [{"role": "user", "content": "hi"}]
   params = {"messages": messages, "max_tokens": 3, "temperature": 0}
   status, text = ask(service, "/v1/chat/completions", params)
   assert status == 200
   (choice,) = json.loads(text)["choices"]
-  expected, reason = direct("user: hi\nassistant:", 3, SamplingParams(temperature=0.0))
+  expected, reason = direct(two_rows, "user: hi\nassistant:", 3, SamplingParams(temperature=0.0))
   assert choice["message"] == {"role": "assistant", "content": expected}
   assert choice["finish_reason"] == reason
 
 
-def test_a_chat_uses_the_template_of_the_model(chat_service):
+def test_a_chat_uses_the_template_of_the_model(chat_service, two_rows):
   messages = [
     {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
     {"role": "assistant", "content": "yo", "refusal": None},
@@ -180,7 +107,7 @@ def test_a_chat_uses_the_template_of_the_model(chat_service):
   assert status == 200, text
   tokens = Letters().encode_with_offsets("^uhi$ayo$ugo$a")[0].tolist()
   request = GenerationRequest(tokens, 3, SamplingParams(temperature=0.0))
-  ((ids, _),) = tiny.completions_of(tiny.two_rows(), [request])
+  ((ids, _),) = tiny.completions_of(two_rows, [request])
   assert json.loads(text)["choices"][0]["message"]["content"] == Letters().decode(ids)
   assert json.loads(text)["usage"]["prompt_tokens"] == len(tokens)
 
@@ -229,13 +156,15 @@ def wait_for_active(engine_thread, number):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_full_queue_rejects_others_until_a_client_disconnects(service, monkeypatch, stream):
+def test_a_full_queue_rejects_others_until_a_client_disconnects(
+  service, monkeypatch, stream, two_rows
+):
   _, engine_thread = service
   resume = threading.Event()
   # With another seed, the first token of a completion may end it.
   body = json.dumps({"prompt": ["a"] * 5, "max_tokens": 9, "stream": stream, "seed": 0})
   with monkeypatch.context() as patch:
-    tiny.slow_down(patch, tiny.two_rows(), resume.wait)
+    tiny.slow_down(patch, two_rows, resume.wait)
     try:
       with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
@@ -297,10 +226,10 @@ def test_a_body_that_is_not_json_is_rejected(service, body):
     assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
 
 
-def test_a_stream_may_take_longer_than_the_headers(service, monkeypatch):
+def test_a_stream_may_take_longer_than_the_headers(service, monkeypatch, two_rows):
   monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.05)
   with monkeypatch.context() as patch:
-    tiny.slow_down(patch, tiny.two_rows(), lambda: time.sleep(0.1))
+    tiny.slow_down(patch, two_rows, lambda: time.sleep(0.1))
     assert complete(service, prompt="a", max_tokens=4)["choices"]
 
 
@@ -339,12 +268,12 @@ def test_another_model_is_not_found(service):
   assert json.loads(ask(service, "/v1/models/tiny")[1])["id"] == "tiny"
 
 
-def test_completions_without_a_seed_vary(service):
+def test_completions_without_a_seed_vary(service, two_rows):
   params = {"prompt": "a", "max_tokens": 12}
   without = {complete(service, **params)["choices"][0]["text"] for _ in range(4)}
   assert len(without) > 1
   zero = {complete(service, seed=0, **params)["choices"][0]["text"] for _ in range(2)}
-  assert zero == {direct("a", 12, SamplingParams(), 0)[0]}
+  assert zero == {direct(two_rows, "a", 12, SamplingParams(), 0)[0]}
 
 
 def test_unknown_paths_and_methods_are_answered_in_json(service):
@@ -373,8 +302,10 @@ def test_metrics_count_tokens(service):
   assert after["maxlite_active_requests"] == "0"
 
 
-def test_the_server_stops_within_two_seconds_with_open_streams(engine_thread, monkeypatch, errors):
-  tiny.slow_down(monkeypatch, tiny.two_rows(), lambda: time.sleep(0.1))
+def test_the_server_stops_within_two_seconds_with_open_streams(
+  engine_thread, monkeypatch, errors, two_rows
+):
+  tiny.slow_down(monkeypatch, two_rows, lambda: time.sleep(0.1))
   # With another seed, the first token of the completion may end it.
   body = json.dumps({"prompt": "a", "max_tokens": 20, "stream": True, "seed": 0})
   with contextlib.ExitStack() as stack:
@@ -422,7 +353,7 @@ def test_pages_of_other_sites_are_rejected(service):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_the_printed_address_is_accepted(engine_thread, host):
   api = Api(engine_thread, Letters(), None, name="tiny", max_length=tiny.MAX_LENGTH)
-  client = TestClient(api.build_app(allowed_hosts(host)))
+  client = testclient.TestClient(api.build_app(allowed_hosts(host)))
   for address, status in ((url_host(host), 200), ("elsewhere.example", 400)):
     assert client.get("/health", headers={"host": f"{address}:8000"}).status_code == status
 
@@ -432,28 +363,27 @@ def test_the_model_list_and_the_web_page(service):
   assert "<textarea" in ask(service, "/")[1]
 
 
-def test_an_engine_error_is_reported_and_the_next_request_succeeds(service, monkeypatch):
+def test_an_engine_error_is_reported_and_the_next_request_succeeds(service, monkeypatch, two_rows):
   def fail(*_):
     raise RuntimeError("no memory")
 
   with monkeypatch.context() as patch:
-    patch.setattr(tiny.two_rows(), "step", fail)
+    patch.setattr(two_rows, "step", fail)
     status, text = ask(service, "/v1/completions", {"prompt": "a", "max_tokens": 5})
   assert status == 500
   assert "no memory" in text
   complete(service, prompt="a", max_tokens=5)
 
 
-def test_the_state_is_reset_after_a_step_that_consumed_it_failed(service, monkeypatch):
+def test_the_state_is_reset_after_a_step_that_consumed_it_failed(service, monkeypatch, two_rows):
   expected = complete(service, prompt="abc", max_tokens=5, temperature=0)["choices"]
-  engine = tiny.two_rows()
 
   def fail(*_):
-    jax.tree.map(lambda leaf: leaf.delete(), engine._state)
+    jax.tree.map(lambda leaf: leaf.delete(), two_rows._state)
     raise RuntimeError("no memory")
 
   with monkeypatch.context() as patch:
-    patch.setattr(engine, "step", fail)
+    patch.setattr(two_rows, "step", fail)
     assert ask(service, "/v1/completions", {"prompt": "a", "max_tokens": 5})[0] == 500
   assert complete(service, prompt="abc", max_tokens=5, temperature=0)["choices"] == expected
 

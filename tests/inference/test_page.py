@@ -1,13 +1,12 @@
 """The web page in a browser: streaming text, chat and error messages."""
 
-import functools
 import itertools
 import shutil
 import string
 import time
 
 import pytest
-import test_engine as tiny
+import tiny_engine as tiny
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium")
@@ -16,7 +15,7 @@ if not (CHROMIUM and DRIVER):
   pytest.skip("needs a browser: apt-get install chromium chromium-driver", allow_module_level=True)
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
 
-from test_http_api import TEMPLATE, direct, served  # noqa: E402
+from tiny_server import TEMPLATE, direct, served  # noqa: E402
 
 from maxlite.inference.batcher import Batcher  # noqa: E402
 from maxlite.inference.sampling import SamplingParams  # noqa: E402
@@ -46,11 +45,11 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine_thread():
+def engine_thread(two_rows):
   """A slow engine, so that the browser shows intermediate text."""
   with pytest.MonkeyPatch.context() as patch:
-    tiny.slow_down(patch, tiny.two_rows(), lambda: time.sleep(0.1))
-    with EngineThread(Batcher(tiny.two_rows()), queue_size=3).running() as engine_thread:
+    tiny.slow_down(patch, two_rows, lambda: time.sleep(0.1))
+    with EngineThread(Batcher(two_rows), queue_size=3).running() as engine_thread:
       yield engine_thread
 
 
@@ -80,20 +79,21 @@ def write(element, text):
   element.send_keys(text)
 
 
-@functools.cache
-def letter():
+@pytest.fixture(scope="module")
+def letter(two_rows):
   """A prompt with a long greedy completion."""
   for prompt in string.ascii_lowercase:
-    completion, *_ = direct(prompt, 20, SamplingParams(temperature=0.0))
+    completion, _ = direct(two_rows, prompt, 20, SamplingParams(temperature=0.0))
     if len(completion) == 20:
       return prompt
   raise AssertionError("all completions are short")
 
 
-def fill_in(at, size):
-  """Fill in the prompt `letter` and `size` tokens."""
-  for name, value in (("max_tokens", str(size)), ("temperature", "0"), ("text", letter())):
-    write(at(name), value)
+def fill_in(at, prompt, size):
+  """Fill in a prompt and a number of tokens."""
+  write(at("max_tokens"), str(size))
+  write(at("temperature"), "0")
+  write(at("text"), prompt)
 
 
 def versions(at, read):
@@ -107,11 +107,11 @@ def versions(at, read):
 
 
 @pytest.mark.parametrize("page", [""], indirect=True)
-def test_text_streams_in_after_the_prompt(page):
+def test_text_streams_in_after_the_prompt(page, letter):
   assert not page("chat").is_displayed()
-  fill_in(page, 12)
+  fill_in(page, letter, 12)
   seen = versions(page, lambda: page("text").get_attribute("value"))
-  assert all(text.startswith(letter()) for text in seen)
+  assert all(text.startswith(letter) for text in seen)
   assert all(later.startswith(text) for text, later in itertools.pairwise(seen))
   assert len(set(seen)) > 4
   assert len(seen[-1]) == 13
@@ -119,8 +119,8 @@ def test_text_streams_in_after_the_prompt(page):
 
 
 @pytest.mark.parametrize("page", [""], indirect=True)
-def test_an_error_is_shown_and_the_next_request_succeeds(page):
-  fill_in(page, 3)
+def test_an_error_is_shown_and_the_next_request_succeeds(page, letter):
+  fill_in(page, letter, 3)
   for name, value, message in (
     ("max_tokens", "999", "request at most"),
     ("top_p", "2", "top_p=2 must be above 0, at most 1"),
@@ -137,8 +137,8 @@ def test_an_error_is_shown_and_the_next_request_succeeds(page):
 
 
 @pytest.mark.parametrize("page", [""], indirect=True)
-def test_stop_ends_generation(page, engine_thread):
-  fill_in(page, 20)
+def test_stop_ends_generation(page, engine_thread, letter):
+  fill_in(page, letter, 20)
   page("generate").click()
   wait(lambda: len(page("text").get_attribute("value")) > 1)
   page("stop").click()

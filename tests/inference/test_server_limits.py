@@ -6,8 +6,7 @@ import socket
 import time
 
 import pytest
-import test_engine as tiny
-from test_http_api import Letters, ask, served
+from tiny_server import Letters, ask, served
 
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.server import http_server
@@ -15,9 +14,9 @@ from maxlite.inference.server.engine_thread import EngineThread
 
 
 @pytest.fixture(scope="module")
-def engine_thread():
+def engine_thread(two_rows):
   """An engine of two rows, with a queue of three requests."""
-  with EngineThread(Batcher(tiny.two_rows()), queue_size=3).running() as engine_thread:
+  with EngineThread(Batcher(two_rows), queue_size=3).running() as engine_thread:
     yield engine_thread
 
 

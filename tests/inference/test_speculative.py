@@ -1,12 +1,10 @@
 """Speculative decoding preserves the distribution of completions."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_engine as tiny
+import tiny_engine as tiny
 
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import stream_completions
@@ -140,21 +138,21 @@ def engine_of(num_rows, num_drafts, **degrees):
   )
 
 
-@functools.cache
 def params():
   """Parameters of the engine's tests, with draft heads that are right now and then."""
   heads = tiny.params_of(**HEADS)["draft_head"]
   return tiny.params_of() | {"draft_head": jax.tree.map(lambda leaf: leaf / 8, heads)}
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def three_drafts():
+  """An engine that proposes three tokens per step; every test leaves its two rows free."""
   return engine_of(2, 3)
 
 
-def test_greedy_completions_equal_those_without_drafts():
+def test_greedy_completions_equal_those_without_drafts(three_drafts):
   expected = [tiny.until_stop(tokens) for tokens in tiny.greedy_completions()]
-  assert tiny.completions_of(three_drafts(), tiny.greedy_requests()) == expected
+  assert tiny.completions_of(three_drafts, tiny.greedy_requests()) == expected
 
 
 @pytest.mark.slow
@@ -164,19 +162,19 @@ def test_greedy_completions_on_a_mesh_and_with_fewer_drafts_than_heads():
     assert tiny.completions_of(engine, tiny.greedy_requests()) == expected
 
 
-def test_a_completion_depends_only_on_its_seed_and_sampling_parameters():
+def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(three_drafts):
   requests = [
     GenerationRequest(tiny.PROMPTS[0], 9, SamplingParams(temperature=1.5), seed)
     for seed in (0, 0, 1)
   ]
   other = GenerationRequest(tiny.PROMPTS[2], 7, SamplingParams(temperature=0.7, top_k=4), 5)
-  (alone,) = tiny.completions_of(three_drafts(), requests[:1])
-  together = tiny.completions_of(three_drafts(), [other, *requests])[1:]
+  (alone,) = tiny.completions_of(three_drafts, requests[:1])
+  together = tiny.completions_of(three_drafts, [other, *requests])[1:]
   assert together[:2] == [alone, alone]
   assert together[2] != alone
 
 
-def test_a_stop_string_can_end_a_completion_within_a_step():
+def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts):
   completions = []
   for tokens in tiny.greedy_completions():
     kept, _ = tiny.until_stop(tokens)
@@ -184,7 +182,7 @@ def test_a_stop_string_can_end_a_completion_within_a_step():
   stop = completions[2][3]
   requests = tiny.greedy_requests()
   found = dict.fromkeys(requests, "")
-  batcher = Batcher(three_drafts())
+  batcher = Batcher(three_drafts)
   for request, text, _ in stream_completions(batcher, requests, tiny.decode, [stop]):
     found[request] += text
   assert list(found.values()) == [text.split(stop)[0] for text in completions]
@@ -216,10 +214,10 @@ def accepted_lengths(prompt, completion):
   return lengths
 
 
-def test_a_step_accepts_the_drafts_that_the_heads_get_right():
+def test_a_step_accepts_the_drafts_that_the_heads_get_right(three_drafts):
   prompt = tiny.PROMPTS[2]
   completion = tiny.greedy_completions()[2]
-  batcher = Batcher(three_drafts())
+  batcher = Batcher(three_drafts)
   batcher.add([GenerationRequest(prompt, len(completion), tiny.GREEDY)])
   by_step = []
   while not batcher.is_idle:
@@ -233,10 +231,10 @@ def test_a_step_accepts_the_drafts_that_the_heads_get_right():
   assert f"{batcher.throughput.accepted_length:.2f} of 3 drafts accepted" in str(batcher.throughput)
 
 
-def test_steps_return_max_new_tokens_and_none_after_a_stop_token():
+def test_steps_return_max_new_tokens_and_none_after_a_stop_token(three_drafts):
   for size in range(1, 6):
     for prompt, completion in zip(tiny.PROMPTS, tiny.greedy_completions(), strict=True):
-      engine = three_drafts()
+      engine = three_drafts
       first = engine.prefill([GenerationRequest(prompt, size, tiny.GREEDY)], [0])
       rest = np.asarray(engine.step(16))[:, 0].ravel()
       got = [int(first[0]), *(int(token) for token in rest if token != NO_TOKEN)]
