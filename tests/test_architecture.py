@@ -31,6 +31,7 @@ ROWS = (
   {"api"},
 )
 MAX_MODULE, MAX_FUNCTION, MAX_NESTED = 500, 60, 15  # [lines]
+MAX_ANY = 80  # uses of `typing.Any`
 # A folder of more than MIN_LINES lines of code may be this many times as dense as the goals.
 MIN_LINES, FOLDER_TOLERANCE = 300, 1.25
 PLAIN_FOLDERS = ("maxlite", "tools")
@@ -123,6 +124,14 @@ def test_only_training_and_later_rows_import_the_root_config():
     if re.search(r"\b(schema|config)\.Config$", ast.unparse(node))
   ]
   assert not wrong
+
+
+def test_few_annotations_are_any():
+  """Trees of arrays are `PyTree`, JSON is `Json`, values of config keys are `KeyValue`."""
+  uses = [
+    _place(path, node) for path in SOURCES for node in _nodes(path, ast.Name) if node.id == "Any"
+  ]
+  assert len(uses) <= MAX_ANY, uses
 
 
 def test_no_default_outside_the_schema():

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json
 from maxlite.config.schema import ModelConfig
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.family import HfFamily, MtpTensors
@@ -83,7 +84,7 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
     UserError: a file is missing or damaged, or quantized weights do not match their scales.
   """
   tensors = read_tensors(directory)
-  quantization = None
+  quantization: Json = None
   if (directory / CONFIG).is_file():  # a folder with weights alone is not quantized
     quantization = read_config(directory).get("quantization_config")
   method = None

@@ -16,8 +16,7 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 
 
-@struct.dataclass
-class StepInputs:
+class StepInputs(struct.PyTreeNode):
   """The inputs of a step that reads more than its batch."""
 
   batch: PyTree

@@ -24,7 +24,7 @@ from maxlite.config.schema import MoeConfig
 from maxlite.metrics.waits import print_to_stderr, report_wait
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult, StepInputs
-from maxlite.step.train_state import Metrics, TrainState
+from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepResult
 from maxlite.training.loss import DecoderLoss
 from maxlite.training.objective import Objective
@@ -46,6 +46,7 @@ class OverflowReplay(StepTransform):
       is_bounded: whether the buffers of the step are bounded; otherwise they hold the worst case.
     """
     self._moe = moe
+    self._mesh = mesh
     self._is_bounded = is_bounded
     self._sharding = NamedSharding(mesh, jax.P())
 
@@ -104,7 +105,7 @@ class OverflowReplay(StepTransform):
   ) -> StepPrograms:
     if not self._is_bounded:
       return programs
-    worst_case = build(OverflowReplay(self._moe, self._sharding.mesh, is_bounded=False))
+    worst_case = build(OverflowReplay(self._moe, self._mesh, is_bounded=False))
     return ReplayPrograms(
       bounded=programs,
       worst_case=worst_case,
@@ -133,7 +134,7 @@ class _Unconfirmed:
 
   inputs: StepInputs
   is_discarded: jax.Array
-  metrics: Metrics  # those that the caller has
+  metrics: dict[str, PyTree]  # those that the caller has; confirmation adds values of the host
 
 
 class ReplayPrograms:
@@ -183,6 +184,7 @@ class ReplayPrograms:
 
   def step(self, state: TrainState, inputs: StepInputs) -> StepResult:
     """Take a step with bounded buffers, then confirm the step before it."""
+    flag: Mapping[str, PyTree]
     if self._unconfirmed:
       flag = {DISCARDED: self._unconfirmed[-1].is_discarded}
     else:
@@ -217,9 +219,9 @@ class ReplayPrograms:
       state, metrics = self._worst_case.step(state, _with_flag(each.inputs, self._not_discarded()))
       del metrics[DISCARDED]
       self._num_replayed += 1
-      metrics["replayed_steps"] = np.int32(self._num_replayed)
       each.metrics.clear()
       each.metrics.update(metrics)
+      each.metrics["replayed_steps"] = np.int32(self._num_replayed)
     required = float(replayed[0].metrics["expert_buffer_factor"])
     self._report(first_step, len(replayed), required)
     return state

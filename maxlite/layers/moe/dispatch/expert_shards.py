@@ -42,7 +42,7 @@ def apply_on_shards(
   hidden axis only. Its result is summed over that axis.
   """
   sharder = experts.sharder
-  on_shard: Callable[..., tuple[jax.Array, jax.Array]]
+  on_shard: Callable[..., tuple[jax.Array, DispatchCounts]]
   on_shard = functools.partial(_gather_and_apply, apply_shard, sharder)
   if sharder.num_shards("embed_no_exp") > 1:
     # The backward pass gathers the weights again instead of saving them for every layer.
