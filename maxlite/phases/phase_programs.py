@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -306,3 +306,11 @@ def compile_in_parallel(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stage
   """Compile all programs, in one thread per core, while an iterator lowers the next ones."""
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     return list(pool.map(lambda program: program.compile(), lowered))
+
+
+def compile_in_thread(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
+  """Compile a program, or read it from the compilation cache, in a thread."""
+  pool = ThreadPoolExecutor(1)
+  compilation = pool.submit(lowered.compile)
+  pool.shutdown(wait=False)
+  return compilation

@@ -29,7 +29,7 @@ from maxlite.runs.open_run import (
   restore,
   save_config,
 )
-from maxlite.runs.run_report import finalize, log_header, report_finished
+from maxlite.runs.run_report import finalize, import_plots, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
 from maxlite.step.train_state import TrainState
 from maxlite.training.callbacks import Callback
@@ -89,8 +89,8 @@ def _run(
   if restored is not None and (done >= cfg.run.steps or best.stop_reason):
     return trainer, report_finished(cfg, folder, restored, best, console)
   with timer.during("compile"):
-    programs = trainer.step_programs
-  for line in programs.describe():
+    trainer.step_programs.start_compiling()
+  for line in trainer.step_programs.describe():
     console.print(line)
   save_config(cfg, folder, changes)
   state = first_state(trainer, restored, console)
@@ -100,6 +100,7 @@ def _run(
   callbacks = open_callbacks(trainer, callbacks, writers, done + 1)
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
+  import_plots()  # while a thread compiles the step
   context = LoopContext(
     trainer=trainer,
     checkpoints=checkpoints,

@@ -1,5 +1,6 @@
 """What a run prints at its start and at its end, and its plots."""
 
+import importlib
 from pathlib import Path
 
 import jax
@@ -135,6 +136,12 @@ def _describe_stop(cfg: Config, result: TrainResult) -> str:
   if result.is_saved and cfg.checkpoint.enable_checkpointing:
     line += ", with a checkpoint"
   return line
+
+
+def import_plots() -> None:
+  """Import what draws the plots, which is slow, in the process that draws them."""
+  if jax.process_index() == 0:
+    importlib.import_module("maxlite.metrics.plots.curves")
 
 
 def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:

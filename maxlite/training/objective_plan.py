@@ -7,6 +7,7 @@ that it alternates (`transforms/alternating_phases.py`).
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import jax
@@ -16,7 +17,7 @@ from maxlite.config.phases import PhaseConfig
 from maxlite.config.schema import Config
 from maxlite.data.host_batches import BatchSchedule
 from maxlite.optim.labels import Labels
-from maxlite.phases.phase_programs import compile_for_batches
+from maxlite.phases.phase_programs import compile_for_batches, compile_in_thread
 from maxlite.sharding.compiler_options import Options
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
@@ -62,6 +63,9 @@ class StepPrograms(Protocol):
   @property
   def programs(self) -> Sequence[Program]:
     """The program of every kind of step."""
+
+  def start_compiling(self) -> None:
+    """Compile the first step in a thread, for which `step` waits, unless it is compiled."""
 
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     """Take the step that is due; it donates the state.
@@ -159,12 +163,24 @@ class BatchPrograms:
   def __init__(self, builder: StepBuilder, schedule: BatchSchedule):
     self._builder = builder
     self._schedule = schedule
+    # None if no thread compiles.
+    self._compilation: Future[jax.stages.Compiled] | None = None
 
   @property
   def programs(self) -> list[Program]:
     return [Program(0, shape) for shape in self._schedule.shapes]
 
+  def start_compiling(self) -> None:
+    if len(self._schedule.shapes) > 1:
+      return  # All are compiled in parallel in the first call.
+    inputs = self._builder.abstract_inputs(self._schedule.shapes[0])
+    lowered = self._jitted.lower(self._builder.abstract_state, inputs)
+    self._compilation = compile_in_thread(lowered)
+
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
+    if self._compilation is not None:
+      self._compilation.result()  # `jax.jit` finds it in its cache.
+      self._compilation = None
     return self._compiled(state, inputs)
 
   def confirm(self, state: TrainState) -> TrainState:
@@ -174,15 +190,18 @@ class BatchPrograms:
     self._compiled = self._compile()
 
   @functools.cached_property
+  def _jitted(self) -> jax.stages.Wrapped:
+    return self._builder.jit_step(0)
+
+  @functools.cached_property
   def _compiled(self) -> Step:
     if len(self._schedule.shapes) == 1:
-      return self._builder.jit_step(0)  # `jax.jit` compiles in its first call.
+      return self._jitted  # `jax.jit` compiles in its first call.
     return self._compile()
 
   def _compile(self) -> Step:
     inputs = [self._builder.abstract_inputs(shape) for shape in self._schedule.shapes]
-    step = self._builder.jit_step(0)
-    return compile_for_batches(step, self._builder.abstract_state, inputs)
+    return compile_for_batches(self._jitted, self._builder.abstract_state, inputs)
 
   def next_objective(self, state: TrainState) -> str:
     del state

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
@@ -278,7 +279,7 @@ class Trainer:
     They are a pure function of the seed and of `params` if given; adapters and draft heads that
     these lack are new.
     """
-    boxed = _init_params(self.model, seed, self.batch_shape)
+    boxed = _init_params(self.model, seed, self.batch_shape[1])
     new = scale_initial(meta.unbox(boxed), logical_names(boxed), self.cfg.model)
     if params is not None:
       new = add_missing_modules(params, new)
@@ -316,7 +317,7 @@ def build_trainer(
   """
   mesh = build_mesh(mesh_degrees(cfg.mesh, "ici"), mesh_degrees(cfg.mesh, "dcn"), devices)
   sharder = Sharder(mesh, dict(cfg.mesh.logical_axis_rules))
-  boxed = _abstract_params(cfg, mesh)
+  boxed = _abstract_params(cfg, sharder)
   names = logical_names(boxed)
   params = meta.unbox(boxed)
   transforms = build_transforms(TransformRequest(cfg, mesh, params))
@@ -361,24 +362,32 @@ def mesh_degrees(cfg: MeshConfig, group: str) -> list[int]:
   return [getattr(cfg, f"{group}_{mesh_axis}_parallelism") for mesh_axis in MESH_AXES]
 
 
-def _abstract_params(cfg: Config, mesh: Mesh) -> PyTree:
+def _abstract_params(cfg: Config, sharder: Sharder) -> PyTree:
   """The shapes of the parameters, with logical names (`nn.Partitioned`).
 
   They come from one device: on the mesh, JAX would fail first, with its own error messages.
   """
-  degrees = (1,) * len(MESH_AXES)
-  one = Sharder(build_mesh(degrees, degrees, [mesh.devices.flat[0]]))
+  one = sharder
+  if sharder.mesh.size > 1:
+    degrees = (1,) * len(MESH_AXES)
+    one = Sharder(build_mesh(degrees, degrees, [sharder.mesh.devices.flat[0]]))
   model = Decoder(cfg.model, one)
-  shape = (1, cfg.data.max_target_length)
 
   def init() -> PyTree:
-    return _init_params(model, jnp.uint32(0), shape)
+    return _init_params(model, np.uint32(0), cfg.data.max_target_length)
 
   return jax.eval_shape(init)
 
 
-def _init_params(model: Decoder, seed: ArrayLike, batch_shape: tuple[int, int]) -> PyTree:
-  tokens_BT = jnp.zeros(batch_shape, jnp.int32)
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
+def _init_params(model: Decoder, seed: ArrayLike, length: int) -> PyTree:
+  """The initial parameters of a model on sequences of this length, with logical names.
+
+  It is jitted so that a model is traced once: for the shapes of its parameters and, on one device,
+  for their values.
+  """
+  num_rows = model.sharder.num_shards("activation_batch")
+  tokens_BT = jnp.zeros((num_rows, length), jnp.int32)
   key = jax.random.fold_in(jax.random.key(seed), 0)
   variables = model.init(
     {"params": key}, tokens_BT, tokens_BT, tokens_BT, method=model.hidden_and_unembedding

@@ -145,6 +145,9 @@ class AlternatingPrograms:
   def programs(self) -> list[Program]:
     return [Program(index, each.batch_shape) for index, each in enumerate(self._objectives)]
 
+  def start_compiling(self) -> None:
+    """All phases are compiled already."""
+
   def step(self, state: TrainState, inputs: PyTree) -> StepResult:
     return self._compiled.step(state, inputs)
 

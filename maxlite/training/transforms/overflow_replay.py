@@ -169,6 +169,9 @@ class ReplayPrograms:
   def programs(self) -> Sequence[Program]:
     return self._bounded.programs
 
+  def start_compiling(self) -> None:
+    self._bounded.start_compiling()
+
   def next_objective(self, state: TrainState) -> str:
     return self._bounded.next_objective(state)
 
