@@ -78,6 +78,7 @@ setup(
     ],
     "lm_eval": ["lm_eval>=0.4.13"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
+    "trl": ["trl>=1.16"],
     "browser": ["selenium>=4.45"],
     "wandb": ["wandb>=0.31"],
     "notebook": ["nbclient>=0.11", "ipykernel>=7"],

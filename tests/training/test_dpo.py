@@ -38,7 +38,12 @@ ADAPTERS = {
   "phases": "[{name: tune, train: ['.*lora_.*'], steps: 8}]",
 }
 DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}
-MOE = {"decoder_block": "mixtral", "base_num_decoder_layers": 1, "load_balance_loss_weight": 0.5}
+MOE = {
+  "decoder_block": "mixtral",
+  "base_num_decoder_layers": 1,
+  "load_balance_loss_weight": 0.5,
+  "router_z_loss_weight": 0,
+}
 MEANS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 MEANS += ("logps/chosen", "logps/rejected")
 
@@ -190,6 +195,8 @@ def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro)
   after, (metrics,) = take_steps(trainer, state, [packed(draw_pairs(0))])
   for name in (*MEANS, "load_balance_loss", "total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=5e-5, err_msg=name)
+  balance = 0.5 * metrics["load_balance_loss"]
+  np.testing.assert_allclose(metrics["total_loss"], metrics["loss"] + balance, rtol=1e-5)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
   jax.tree.map(close, after.params, expected)
 
@@ -243,6 +250,7 @@ def test_a_run_learns_and_evaluates_preferences(folder, capsys):
     ({"reference_path": "nowhere"}, "reference_path=nowhere is not a run folder"),
     ({"loss_type": "next_token"}, "is only read by loss dpo; write loss_type=dpo, or dpo_beta=0.1"),
     ({"dpo_beta": 0}, "the loss would be constant"),
+    ({"mtp_num_layers": 1}, "would train on rejected answers"),
     (
       {"sequence_length_schedule": "[[0, 8]]", "phases": "[]", "reference_path": "x"},
       "would cut pairs",

@@ -249,6 +249,11 @@ def preference(cfg: Config) -> Violations:
       "needs a reference model; write reference_path=FOLDER of what training starts from, or "
       "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
     )
+  if cfg.model.mtp_num_layers and training.mtp_loss_scaling_factor:
+    yield Violation(
+      ["mtp_loss_scaling_factor", "loss_type"],
+      "would train on rejected answers; write mtp_loss_scaling_factor=0",
+    )
   if training.dpo_beta == 0:
     yield Violation(["dpo_beta"], "the loss would be constant; write dpo_beta=0.1")
   if cfg.data.sequence_length_schedule:
