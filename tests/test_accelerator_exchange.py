@@ -8,7 +8,8 @@ import pytest
 from tools.bench import accelerator_exchange
 from tools.bench.accelerator_exchange import FORMS, ExchangeSize
 
-NUM_SHARDS, NUM_LOCAL = 4, 2
+NUM_SHARDS = 4
+NUM_LOCAL = 2
 SIZE = ExchangeSize(num_rows=40, width=8, num_experts=NUM_SHARDS * NUM_LOCAL)
 
 

@@ -66,7 +66,8 @@ def test_accelerator_extras_are_those_of_jax(declared):
 
 
 def test_newer_pythons_have_a_newer_jax():
-  old, new = pins_of("3.11"), pins_of("3.13")
+  old = pins_of("3.11")
+  new = pins_of("3.13")
   for name in ("jax", "jaxlib", "flax", "libtpu"):
     assert Version(old[name]) < Version(new[name])
 

@@ -127,10 +127,8 @@ def test_generate_uses_the_config_of_the_run(other_config):
 def test_help_and_errors_do_not_import_jax(program):
   argv = ["-X", "importtime", "-m", f"maxlite.{program}"]
   argument = "to_hf" if program == "convert" else BASE
-  help_process, error_process = (
-    open_process(*argv, "--help=all"),
-    open_process(*argv, argument, "stepz=3"),
-  )
+  help_process = open_process(*argv, "--help=all")
+  error_process = open_process(*argv, argument, "stepz=3")
   code, out, imports = finish(help_process)
   assert (code, "--learning_rate" in out) == (0, True)
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)

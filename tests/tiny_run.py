@@ -55,7 +55,8 @@ class Output(io.StringIO):
 
   def __init__(self, at: int = 0, number: signal.Signals = signal.SIGTERM):
     super().__init__()
-    self._line, self._number = f"step {at}/", number
+    self._line = f"step {at}/"
+    self._number = number
 
   def write(self, text: str) -> int:
     if text.startswith(self._line):

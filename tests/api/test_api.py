@@ -19,7 +19,8 @@ from maxlite.runs.saved_run import config_of_run
 
 def train(folder, **keys):
   """(run, output) of `maxlite.train`."""
-  output, callbacks = io.StringIO(), keys.pop("callbacks", ())
+  output = io.StringIO()
+  callbacks = keys.pop("callbacks", ())
   with contextlib.redirect_stdout(output), shared_programs(), empty_plots():
     run = maxlite.train(callbacks=callbacks, **TINY | keys_in(folder, **keys))
   return run, output.getvalue()
@@ -29,7 +30,9 @@ class Recorder(maxlite.Callback):
   """Records its calls, and raises an error after the checkpoint of a step."""
 
   def __init__(self, fails_at=None):
-    self.calls, self.hashes, self._fails_at = [], [], fails_at
+    self.calls = []
+    self.hashes = []
+    self._fails_at = fails_at
 
   def on_start(self, context):
     self.calls.append(("start", context.first_step, context.folder.name))

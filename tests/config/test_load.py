@@ -31,7 +31,8 @@ def test_no_arguments_give_the_defaults():
 
 @pytest.mark.parametrize("kept", list(itertools.product([False, True], repeat=5)))
 def test_precedence_of_sources(kept, tmp_path, presets):
-  base, own = tmp_path / "base.yml", tmp_path / "own.yml"
+  base = tmp_path / "base.yml"
+  own = tmp_path / "own.yml"
   base.write_text("steps: 10\n" if kept[0] else "")
   own.write_text("base_config: base.yml\n" + ("steps: 20\n" if kept[1] else ""))
   argv = [

@@ -108,7 +108,8 @@ def test_shown_mappings_parse_to_themselves(tables):
 
 def test_mappings_are_equal_by_entries_and_order():
   table = FrozenMapping([("a", "1"), ("b", "2")], source="a.yml:1")
-  same, swapped = FrozenMapping([("a", "1"), ("b", "2")]), FrozenMapping([("b", "2"), ("a", "1")])
+  same = FrozenMapping([("a", "1"), ("b", "2")])
+  swapped = FrozenMapping([("b", "2"), ("a", "1")])
   assert (table, hash(table)) == (same, hash(same))
   assert table != swapped
 
@@ -171,7 +172,8 @@ def test_a_model_file_describes_the_model_only(tmp_path):
 
 
 def test_a_secret_is_neither_saved_nor_shown(tmp_path):
-  config, path = load_config(["serve_api_key=hunter2"]), tmp_path / "config.yml"
+  config = load_config(["serve_api_key=hunter2"])
+  path = tmp_path / "config.yml"
   assert config.serve.serve_api_key == "hunter2"
   save_resolved(config, path)
   (tmp_path / "old.yml").write_text("serve_api_key: hunter3\n")

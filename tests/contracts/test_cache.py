@@ -15,7 +15,9 @@ from maxlite.layers import cache
 
 # With those of DRAFTED and of inference/tiny_engine.py, every way to attend and to build a layer.
 FAST = ("gemma2",)
-NUM_ROWS, NUM_TOKENS, NUM_PROMPT = 4, 14, 8
+NUM_ROWS = 4
+NUM_TOKENS = 14
+NUM_PROMPT = 8
 LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes past every window
 ROW_B = np.array([2, 0, 3], np.int32)  # rows of the cache; row 1 stays idle
 NUM_STEPS = NUM_TOKENS - NUM_PROMPT
@@ -116,7 +118,8 @@ def uncached_logits(family):
 
 
 def assert_same_logits(family, scanned, decode):
-  model, params = families.model_of(family), families.params_of(family)
+  model = families.model_of(family)
+  params = families.params_of(family)
   ready = inference_params(model.cfg, params)
   alike = inference_model(model.cfg, model.sharder)
 

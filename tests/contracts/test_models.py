@@ -320,7 +320,8 @@ def forward(family):
 
   reach_TV[t, v] is the largest derivative of the first row's t-th logits by token v's embedding.
   """
-  model, params = model_of(family), params_of(family)
+  model = model_of(family)
+  params = params_of(family)
   cotangent_V = draw(TINY["vocab_size"], 1)
 
   def run(batch):

@@ -144,7 +144,8 @@ def test_sown_values_live_for_one_step(strategy):
   rates = (0.1, 0.01)
   members = [Member(Sowing(), optax.sgd(rate)) for rate in rates]
   ensemble = Ensemble(members, sown_loss, strategy=strategy, devices=jax.devices()[:1])
-  state, losses = ensemble.init(batch(0)), []
+  state = ensemble.init(batch(0))
+  losses = []
   for n in range(3):
     state, metrics = ensemble.step(state, batch(n))
     losses.append(np.asarray(metrics["loss"]))
@@ -156,9 +157,11 @@ def test_sown_values_live_for_one_step(strategy):
 
 
 def sown_losses_of_solo_run(rate):
-  model, losses = Sowing(), []
+  model = Sowing()
+  losses = []
   variables = model.init(jax.random.key(0), batch(0)[0])
-  params, stats = variables["params"], variables["batch_stats"]["BatchNorm_0"]
+  params = variables["params"]
+  stats = variables["batch_stats"]["BatchNorm_0"]
 
   def value(params, stats, inputs, targets):
     variables = {"params": params, "batch_stats": {"BatchNorm_0": stats}}

@@ -45,7 +45,8 @@ def member_of(variables, z):
 
 def test_every_copy_computes_what_its_module_does():
   module = Net([4, 3])
-  members, x_BD = lift(module, 3), np.sin(np.arange(10, dtype=np.float32)).reshape(2, 5)
+  members = lift(module, 3)
+  x_BD = np.sin(np.arange(10, dtype=np.float32)).reshape(2, 5)
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
   variables = members.init(keys, x_BD)
   outputs = members.apply(variables, x_BD, train=False)
@@ -101,7 +102,8 @@ def decoder(mesh_shape, family):
   "mesh_shape", [(1,) * 6, pytest.param((2, 1, 2, 1, 2, 1), marks=pytest.mark.slow)]
 )
 def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
-  module, tokens_BT = decoder(mesh_shape, "mixtral"), np.arange(32, dtype=np.int32).reshape(4, 8)
+  module = decoder(mesh_shape, "mixtral")
+  tokens_BT = np.arange(32, dtype=np.int32).reshape(4, 8)
   arrays = (tokens_BT, np.ones_like(tokens_BT), np.tile(np.arange(8, dtype=np.int32), (4, 1)))
   members = lift(module, NUM_MEMBERS)
   init = functools.partial(members.init, jax.random.key(0), *arrays)

@@ -68,7 +68,8 @@ def test_members_of_different_structure_are_fused_on_one_device():
 
 def test_of_strategies_with_equal_steps_and_compilation_the_simplest_is_chosen():
   plan = planned([MLP(1024, 4), MLP(2048, 2)], 1)
-  fused, submesh = of(plan, "fused"), of(plan, "submesh")
+  fused = of(plan, "fused")
+  submesh = of(plan, "submesh")
   assert fused.step_seconds == pytest.approx(submesh.step_seconds, rel=0.05)
   assert fused.compile_seconds == pytest.approx(submesh.compile_seconds, rel=0.05)
   assert plan.strategy == "fused"
@@ -90,7 +91,8 @@ def test_state_bytes_are_of_the_fullest_device():
 
 
 def test_a_strategy_that_does_not_fit_is_not_chosen():
-  models, smallest = [MLP(4), MLP(64)], 4
+  models = [MLP(4), MLP(64)]
+  smallest = 4
   free = planned(models, smallest)
   submesh = of(free, "submesh")
   assert submesh.state_bytes < of(free, "fused").state_bytes

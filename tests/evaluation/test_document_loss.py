@@ -12,7 +12,8 @@ from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.runs.open_run import open_trainer_data
 from maxlite.training.trainer import build_trainer
 
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 # Bytes per document: shorter than a row, of equal length, and longer, with and without remainder.
 SIZES = (1, 5, LENGTH - 2, LENGTH - 1, LENGTH, 3 * LENGTH - 1, 3 * LENGTH, 40)
 KEYS = {"decoder_block": "llama", "base_num_decoder_layers": 1, "logits_chunk_tokens": 24}
@@ -21,7 +22,8 @@ KEYS = {"decoder_block": "llama", "base_num_decoder_layers": 1, "logits_chunk_to
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   """A training text and folders of held-out documents: of SIZES, and of one row each."""
-  folder, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
+  folder = tmp_path_factory.mktemp("documents")
+  rng = np.random.default_rng(0)
   (folder / "train.txt").write_text("to be or not to be\n" * 9)
   for name, sizes in (("mixed", SIZES), ("rows", (LENGTH - 2,) * 7)):
     (folder / name).mkdir()

@@ -70,7 +70,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
 
 
 def test_sums_over_many_batches_are_not_rounded():
-  trainer, batch = trainer_of(decoder_block="llama"), uneven_batch(0)
+  trainer = trainer_of(decoder_block="llama")
+  batch = uneven_batch(0)
   eval_step = compile_eval_step(trainer, np.ones(trainer.cfg.model.vocab_size, np.int32))
   once, often = (
     evaluate(trainer, eval_step, init_params(), {"data": [batch] * n}) for n in (1, 99)

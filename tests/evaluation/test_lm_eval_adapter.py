@@ -15,7 +15,8 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from maxlite.lm_eval_adapter import MaxliteLM  # noqa: E402
 
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 PAIRS = [
   ("to be or", " not"),
   ("", "to be"),  # after bos only
@@ -51,7 +52,8 @@ def expected(log_probs, context, continuation):
   ids = [BOS, *(context + continuation).encode()]
   num_scored = len(continuation.encode())
   inputs = ids[:-1][-LENGTH:]
-  log_p_TV, targets = log_probs(inputs)[: len(inputs)][-num_scored:], ids[-num_scored:]
+  log_p_TV = log_probs(inputs)[: len(inputs)][-num_scored:]
+  targets = ids[-num_scored:]
   total = log_p_TV[np.arange(num_scored), targets].sum()
   return total, bool((log_p_TV.argmax(-1) == targets).all())
 
@@ -80,7 +82,8 @@ def test_a_continuation_longer_than_max_length_raises(lm):
 
 def rolling(log_probs, text):
   """Log-likelihood of all bytes in windows of LENGTH; the last is filled up on the left."""
-  ids, total = [BOS, *text.encode()], 0.0
+  ids = [BOS, *text.encode()]
+  total = 0.0
   for done in range(0, len(ids) - 1, LENGTH):
     stop = min(done + LENGTH, len(ids) - 1)
     begin = max(stop - LENGTH, 0)

@@ -38,7 +38,8 @@ NOTE = (
 def ten_losses() -> list[float]:
   """The total loss of each step."""
   trainer = build_trainer(load_config(ARGUMENTS))
-  state, stream = trainer.init_state(), open_trainer_data(trainer).train_stream()
+  state = trainer.init_state()
+  stream = open_trainer_data(trainer).train_stream()
   losses = []
   for _ in range(STEPS):
     batch = to_global(next(stream), trainer.batch_sharding, trainer.batch_shape)

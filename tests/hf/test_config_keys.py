@@ -169,7 +169,8 @@ def test_an_unknown_key_is_refused_by_load_and_import(tmp_path):
 @needs_transformers
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "kimi_k2"])
 def test_defaults_are_those_of_the_config_class(model_type):
-  family, cls = FAMILIES[model_type], config_class(model_type)
+  family = FAMILIES[model_type]
+  cls = config_class(model_type)
   fields = {field.name: field for field in dataclasses.fields(cls)}
   thetas = cls.default_theta
   if not isinstance(thetas, dict):

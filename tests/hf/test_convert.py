@@ -156,7 +156,8 @@ def test_a_run_reports_how_the_model_differs_whose_weights_it_starts_from(root, 
 
 @pytest.mark.parametrize("dense", ["llama", slow("qwen3")])
 def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
-  overrides, mixture = (f"run_name={dense}", f"base_output_directory={root}"), f"mixture_of_{dense}"
+  overrides = (f"run_name={dense}", f"base_output_directory={root}")
+  mixture = f"mixture_of_{dense}"
   if not (root / dense).exists():
     assert converted(monkeypatch, "from_hf", FIXTURES / dense, *overrides) == 0
   target = (f"output_path={mixture}", "num_experts=4", "prompt=see a.yml")
@@ -188,7 +189,8 @@ def test_adapters_are_merged_on_upcycling(root, monkeypatch, capsys):
   write_parameters(root / "adapted" / "checkpoints" / "0", arrays)
   target = ("output_path=mixture_of_adapted", "num_experts=4")
   assert converted(monkeypatch, "upcycle", *overrides, *target) == 0
-  logits, expected = logits_of(root / "mixture_of_adapted"), logits_of(root / "adapted")
+  logits = logits_of(root / "mixture_of_adapted")
+  expected = logits_of(root / "adapted")
   np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
   assert converted(monkeypatch, "to_hf", *overrides, f"output_path={root}/adapted_out") == 0
   assert "not their moving averages" in capsys.readouterr().out

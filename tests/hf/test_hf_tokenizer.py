@@ -59,7 +59,8 @@ def test_stop_tokens_and_template_of_a_run_are_exported(source, tmp_path):
 def test_the_byte_tokenizer_is_exported_with_its_template(tmp_path):
   cfg = DataConfig(chat_template_path=str(TEMPLATE))
   assert write_tokenizer(cfg, 256, (257,), tmp_path)["eos_token_id"] == 257
-  exported, own = open_tokenizer(config_of(tmp_path)), open_tokenizer(DataConfig())
+  exported = open_tokenizer(config_of(tmp_path))
+  own = open_tokenizer(DataConfig())
   assert exported.chat_template == TEMPLATE.read_text()
   assert exported.special_tokens == own.special_tokens
   assert exported.special_tokens_map == own.special_tokens_map

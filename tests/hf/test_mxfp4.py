@@ -24,7 +24,9 @@ def saved(folder, **changes):
 
 def number(bits):
   """Decode sign, two bits of exponent with bias 1 and one of mantissa; exponent 0 is subnormal."""
-  sign, exponent, mantissa = bits >> 3, bits >> 1 & 3, bits & 1
+  sign = bits >> 3
+  exponent = bits >> 1 & 3
+  mantissa = bits & 1
   return (-1) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
 
 

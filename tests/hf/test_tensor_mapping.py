@@ -71,7 +71,8 @@ def test_layouts_are_invertible(notation, shape, theirs):
 
 
 def test_gate_and_up_columns_alternate_if_f_precedes_g():
-  gate, linear = np.zeros((1, 2, 3)), np.ones((1, 2, 3))
+  gate = np.zeros((1, 2, 3))
+  linear = np.ones((1, 2, 3))
   tensor = axis_layout("g e d f -> e d (f g)").to_theirs(np.stack([gate, linear]))
   np.testing.assert_array_equal(tensor[0, 0], [0, 1, 0, 1, 0, 1])
 
@@ -151,7 +152,8 @@ def test_the_local_rotary_base_is_exported_or_refused(local):
 
 def test_unstacked_layers_get_the_same_weights(small_chunks):
   folder = FIXTURES / "deepseek_v2"
-  stacked, unstacked = arrays_of(folder), arrays_of(folder, scan_layers=False)
+  stacked = arrays_of(folder)
+  unstacked = arrays_of(folder, scan_layers=False)
   for path, array in stacked.items():
     top, _, rest = path.partition("/")
     if "layers" not in top:
@@ -175,7 +177,8 @@ def test_sharded_arrays_equal_unsharded_ones(small_chunks):
 
 def test_a_larger_vocabulary_gets_rows_of_zeros(small_chunks):
   folder = FIXTURES / "llama"
-  plain, padded = arrays_of(folder), arrays_of(folder, vocab_size=64)
+  plain = arrays_of(folder)
+  padded = arrays_of(folder, vocab_size=64)
   for path, axis in (("embed/embedding", 0), ("unembed/kernel", 1)):
     old, new = np.split(padded[path], [40], axis=axis)
     np.testing.assert_array_equal(old, plain[path])

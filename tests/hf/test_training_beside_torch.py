@@ -13,7 +13,8 @@ import maxlite
 from maxlite.hf.conversion import from_hf
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "fixtures"))
-STEPS, NUM_DEVICES = 20, 8
+STEPS = 20
+NUM_DEVICES = 8
 # With a ten times larger one, the weights reach a region in which the gradient norm of torch itself
 # changes by 1e-4 if the first weights change by one rounding error (docs/models.md).
 LEARNING_RATE = 1e-3

@@ -62,7 +62,8 @@ def make_case(name, dtype=np.float64):
 
 def fill_case(num_rows, num_in, num_out, sizes, dtype=np.float64):
   draw = np.random.default_rng(0).normal
-  x_MD, dy_MF = draw(size=(num_rows, num_in)), draw(size=(num_rows, num_out))
+  x_MD = draw(size=(num_rows, num_in))
+  dy_MF = draw(size=(num_rows, num_out))
   x_MD[sum(sizes) :] = np.nan
   dy_MF[sum(sizes) :] = np.inf
   w_GDF = draw(size=(len(sizes), num_in, num_out))
@@ -88,7 +89,9 @@ def _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF):
 def oracle(x_MD, w_GDF, sizes_G, dy_MF):
   """The same results from one NumPy product per group, in float64."""
   x_MD, w_GDF, dy_MF = (np.asarray(a, np.float64) for a in (x_MD, w_GDF, dy_MF))
-  y_MF, dx_MD, dw_GDF = np.zeros_like(dy_MF), np.zeros_like(x_MD), np.zeros_like(w_GDF)
+  y_MF = np.zeros_like(dy_MF)
+  dx_MD = np.zeros_like(x_MD)
+  dw_GDF = np.zeros_like(w_GDF)
   end = 0
   for group, size in enumerate(sizes_G):
     rows = slice(end, end := end + size)

@@ -41,7 +41,8 @@ def compile_for(chip: str, shape: str) -> str:
   mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("data",))
   num_positions, num_heads, num_groups, num_channels, num_values, options = SHAPES[shape]
   options = dict(options)
-  has_sinks, dtype = options.pop("sinks", False), jnp.dtype(options.pop("dtype", "bfloat16"))
+  has_sinks = options.pop("sinks", False)
+  dtype = jnp.dtype(options.pop("dtype", "bfloat16"))
 
   def attend(q_BTHC, k_BSGC, v_BSGC, sink_H, segment_BT):
     return attention(

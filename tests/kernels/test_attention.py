@@ -22,7 +22,10 @@ from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding.collectives import pvary
 
-NUM_SEQS, NUM_POSITIONS, NUM_QUERY_HEADS, NUM_CHANNELS = 2, 40, 4, 8
+NUM_SEQS = 2
+NUM_POSITIONS = 40
+NUM_QUERY_HEADS = 4
+NUM_CHANNELS = 8
 BACKENDS = [name for name in ATTENTION_BACKENDS if name != "cudnn"]  # it needs an NVIDIA GPU
 OTHERS = [name for name in BACKENDS if name != "reference"]
 
@@ -159,7 +162,8 @@ def test_values_may_have_more_channels_than_keys():
   + [("tokamax", jnp.bfloat16, 0.06)],
 )
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
-  case, options = make_case(dtype=dtype), SUPPORTED.get(backend, EVERYTHING)
+  case = make_case(dtype=dtype)
+  options = SUPPORTED.get(backend, EVERYTHING)
   # Our backends must pass with strict promotion; JAX's and tokamax's functions mix types.
   with jax.numpy_dtype_promotion("standard" if backend in SUPPORTED else "strict"):
     results = run(backend, case, **options)
@@ -190,9 +194,11 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
   with jax.enable_x64(True):
     case = make_case()
     o_BTHC = np.asarray(attend("reference", case, **options))
-    query, head = 20, 3
+    query = 20
+    head = 3
     seen = slice(query + 1 - 9 if options else 7, query + 1)
-    k_SC, v_SC = case.k_BSGC[0, seen, 1], case.v_BSGC[0, seen, 1]
+    k_SC = case.k_BSGC[0, seen, 1]
+    v_SC = case.v_BSGC[0, seen, 1]
     score_S = 0.3 * k_SC @ case.q_BTHC[0, query, head]
     p_S = np.exp(0.8 * np.tanh(score_S / 0.8) if options else score_S)
     total = p_S.sum() + (np.exp(SINK_H[head]) if options else 0)
@@ -326,7 +332,8 @@ def test_chunked_does_not_multiply_keys_before_the_window():
 
 @pytest.mark.parametrize("backend", ["chunked", slow("splash")])
 def test_a_saved_output_is_not_computed_again(backend):
-  case, function = make_case(dtype=np.float32), functools.partial(attend, backend)
+  case = make_case(dtype=np.float32)
+  function = functools.partial(attend, backend)
   policy = jax.checkpoint_policies.save_only_these_names("attention_out")
 
   def num_products(function):

@@ -7,7 +7,11 @@ import pytest
 
 from maxlite.kernels.attention import api, cached
 
-B, T, H, C, S = 3, 2, 4, 8, 11
+B = 3
+T = 2
+H = 4
+C = 8
+S = 11
 CUTS = {"one block": [], "three blocks": [4, 9]}
 LENGTH_B = np.array(
   [3, 8, 9]
@@ -21,8 +25,10 @@ def drawn(*shape):
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize(("num_groups", "sinks"), [(1, False), (2, True), (4, False)])
 def test_agrees_with_the_reference(cuts, num_groups, sinks):
-  q_BTHC, sink_H = drawn(B, T, H, C), drawn(H) if sinks else None
-  k_BGSC, v_BGSC = drawn(B, num_groups, S, C), drawn(B, num_groups, S, C + 1)
+  q_BTHC = drawn(B, T, H, C)
+  sink_H = drawn(H) if sinks else None
+  k_BGSC = drawn(B, num_groups, S, C)
+  v_BGSC = drawn(B, num_groups, S, C + 1)
   options = {"scale": 0.7, "soft_cap": 1.5, "sink_H": sink_H}
   query_BT = LENGTH_B[:, None] - T + np.arange(T)[None]
   visible_BTS = np.arange(S)[None, None] <= query_BT[..., None]
@@ -31,7 +37,8 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
     return [jnp.asarray(part) for part in np.split(x, cuts, axis=axis)]
 
   masks = [cached.BlockMask(part, jnp.any(part)) for part in blocks(visible_BTS, 2)]
-  keys, values = blocks(k_BGSC, 2), blocks(v_BGSC, 2)
+  keys = blocks(k_BGSC, 2)
+  values = blocks(v_BGSC, 2)
   if cuts:  # a skipped block may contain anything
     keys[-1], values[-1] = keys[-1] * jnp.nan, values[-1] * jnp.nan
   got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, masks)

@@ -92,9 +92,11 @@ def test_vmap_equals_separate_calls(backend):
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_shards_multiply_their_rows_inside_shard_map(backend):
   mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-  num_shards, num_rows = 8, 40
+  num_shards = 8
+  num_rows = 40
   draw = np.random.default_rng(1).normal
-  x_PMD, dy_PMF = draw(size=(num_shards, num_rows, 6)), draw(size=(num_shards, num_rows, 4))
+  x_PMD = draw(size=(num_shards, num_rows, 6))
+  dy_PMF = draw(size=(num_shards, num_rows, 4))
   w_PGDF = draw(size=(num_shards, 2, 6, 4))
   sizes_PG = np.random.default_rng(2).integers(0, 18, size=(num_shards, 2), dtype=np.int32)
   arrays = [a.astype(np.float32) for a in (x_PMD, w_PGDF)] + [sizes_PG, dy_PMF.astype(np.float32)]
@@ -103,7 +105,8 @@ def test_shards_multiply_their_rows_inside_shard_map(backend):
     return multiplier(backend)(x_pMD[0], w_pGDF[0], sizes_pG[0])[None]
 
   # check_vma=False: interpreted kernels do not carry varying axes.
-  split, checked = P("expert"), backend not in INTERPRETED
+  split = P("expert")
+  checked = backend not in INTERPRETED
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=split, out_specs=split, check_vma=checked)
   together = jax.jit(
     lambda x, w, sizes, dy: value_and_gradients(lambda x, w: sharded(x, w, sizes), x, w, dy)

@@ -17,7 +17,10 @@ from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
 from maxlite.layers.mlp import build_activation
 
 HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
-NUM_ROWS, DIM, HIDDEN, NUM_GROUPS = 200, 6, 10, 4
+NUM_ROWS = 200
+DIM = 6
+HIDDEN = 10
+NUM_GROUPS = 4
 GATED = build_activation(("silu", "linear"))
 
 
@@ -105,7 +108,8 @@ def assert_equal_trees(actual, expected, unit):
 @functools.cache  # the reference compiles separately for every routing
 def solved_case(routing, biased):
   """((sizes_G, x_MD, weight_M, params, dy_MD), expected results of `run`)"""
-  rng, sizes = np.random.default_rng(0), ROUTINGS[routing]
+  rng = np.random.default_rng(0)
+  sizes = ROUTINGS[routing]
   params = make_params(rng, biased=biased)
   x_MD, weight_M, dy_MD = make_rows(rng, sizes)
   expected = oracle(sizes, x_MD, weight_M, params, dy_MD)
@@ -180,7 +184,9 @@ def run_for_tpu(activation, sizes_G, x_M, weight_M, params, dy_M):
 def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, biased):
   """Undefined rows are NaN, and reach neither another row nor a weight."""
   activation = build_activation(names, limit)
-  rng, dim, hidden = np.random.default_rng(5), 1024, 24
+  rng = np.random.default_rng(5)
+  dim = 1024
+  hidden = 24
 
   def draw(*dims):
     return rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
@@ -215,7 +221,8 @@ def test_on_tpus_the_gradient_of_wo_frees_its_rows_before_those_of_x_are_compute
   jaxpr = jax.make_jaxpr(of_x)(sizes_G, x_MD, weight_M, (tuple(wi), wo, None), dy_MD).jaxpr
   (call,) = jaxpr.eqns
   program = call.params["jaxpr"].jaxpr
-  needed, kernels = {program.outvars[call.outvars.index(jaxpr.outvars[0])]}, []
+  needed = {program.outvars[call.outvars.index(jaxpr.outvars[0])]}
+  kernels = []
   for equation in reversed(program.eqns):
     if needed.intersection(equation.outvars):
       needed.update(v for v in equation.invars if not isinstance(v, Literal))
@@ -226,7 +233,8 @@ def test_on_tpus_the_gradient_of_wo_frees_its_rows_before_those_of_x_are_compute
 @pytest.mark.parametrize("backend", HERE)
 def test_no_rows(backend):
   params = make_params(np.random.default_rng(3), biased=False, dtype=np.float32)
-  x_MD, weight_M = np.zeros((0, DIM), np.float32), np.zeros(0, np.float32)
+  x_MD = np.zeros((0, DIM), np.float32)
+  weight_M = np.zeros(0, np.float32)
   results = run(backend, np.zeros(NUM_GROUPS, np.int32), x_MD, weight_M, params, x_MD)
   assert results[0].shape == (0, DIM)
   assert not any(leaf.any() for leaf in jax.tree.leaves(results[3]))
@@ -249,7 +257,9 @@ def test_of_hidden_rows_only_the_activations_operands_are_saved(backend, capsys)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_full_remat_recomputes_only_the_products_with_wi(backend):
   """Two more than the 9 products of forward and backward pass."""
-  num_layers, num_rows, dim = 3, 20, 64
+  num_layers = 3
+  num_rows = 20
+  dim = 64
 
   def flops(remake):
     def loss(x_MD, w_NGDD, sizes_G):

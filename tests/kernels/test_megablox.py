@@ -77,7 +77,8 @@ def sharded_multiply(check_vma):
 def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
   cases = [fill_case(20, 6, 10, sizes, np.float32) for sizes in ((3, 9), (0, 0), (20, 0), (1, 19))]
   x_MD, dy_MF = (np.concatenate([case[i] for case in cases]) for i in (0, 3))
-  w_GDF, sizes_PG = cases[0][1], np.stack([case[2] for case in cases])
+  w_GDF = cases[0][1]
+  sizes_PG = np.stack([case[2] for case in cases])
   multiply = sharded_multiply(check_vma=False)  # see WITHOUT_VMA
 
   @jax.jit

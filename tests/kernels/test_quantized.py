@@ -46,7 +46,8 @@ def exact_product(x, w, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_that_of_rounded_operands(kind):
-  x_TD, w_DF = draw(40, 300), draw(300, 6)
+  x_TD = draw(40, 300)
+  w_DF = draw(300, 6)
   (x, x_scale), (w, w_scale) = oracle(x_TD, kind, 1), oracle(w_DF, kind, 0)
   np.testing.assert_array_equal(quantize(x_TD, kind, (1,)).values, x)
   y_TF = quantized_matmul(matmul, x_TD, w_DF, None, kind)
@@ -58,7 +59,8 @@ def test_a_product_is_that_of_rounded_operands(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_grouped_product_is_that_of_rounded_operands(kind):
-  x_MD, w_GDF = draw(44, 20), draw(4, 20, 6)
+  x_MD = draw(44, 20)
+  w_GDF = draw(4, 20, 6)
   (x, x_scale), (w, w_scale) = oracle(x_MD, kind, 1), oracle(w_GDF, kind, (1, 2))
   group_M = np.repeat(np.arange(4), SIZES)
   expected = np.zeros((44, 6), np.float32)
@@ -74,7 +76,9 @@ def test_a_grouped_product_is_that_of_rounded_operands(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_product_at_the_quantized_operands(kind):
-  x_TD, w_DF, dy_TF = draw(40, 30), draw(30, 6), draw(40, 6)
+  x_TD = draw(40, 30)
+  w_DF = draw(30, 6)
+  dy_TF = draw(40, 6)
   rounded = [
     quantize(a, kind, axes).dequantize(jnp.float32) for a, axes in ((x_TD, (1,)), (w_DF, (0,)))
   ]
@@ -86,7 +90,9 @@ def test_gradients_are_those_of_the_product_at_the_quantized_operands(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_gradients_are_those_at_the_quantized_operands(kind):
-  x_MD, w_GDF, dy_MF = draw(44, 20), draw(4, 20, 6), draw(44, 6)
+  x_MD = draw(44, 20)
+  w_GDF = draw(4, 20, 6)
+  dy_MF = draw(44, 6)
 
   def multiply(x, w, kind=""):
     return grouped_matmul(x, w, jnp.array(SIZES), backend="tiled", quantization=kind)
@@ -105,7 +111,8 @@ def test_grouped_gradients_are_those_at_the_quantized_operands(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_is_not_rounded_away(kind, bad):
-  x_TD, w_DF = draw(8, 5), draw(5, 6)
+  x_TD = draw(8, 5)
+  w_DF = draw(5, 6)
   x_TD[2, 1] = bad
   finite_T = np.isfinite(quantized_matmul(matmul, x_TD, w_DF, None, kind)).all(axis=1)
   np.testing.assert_array_equal(finite_T, np.arange(8) != 2)
@@ -115,10 +122,8 @@ def test_a_number_that_is_not_finite_is_not_rounded_away(kind, bad):
 def test_linear_layers_and_experts_are_quantized_and_nothing_else(family, dots, ragged_dots):
   changes = {"decoder_block": family, "quantization": "int8", "lora_rank": 2}
   sharder = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
-  model, tokens_BT = (
-    Decoder(build(Config, DEFAULTS | changes).model, sharder),
-    np.zeros((1, 8), int),
-  )
+  model = Decoder(build(Config, DEFAULTS | changes).model, sharder)
+  tokens_BT = np.zeros((1, 8), int)
   variables = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens_BT))
   jaxpr = str(jax.make_jaxpr(model.apply)(variables, tokens_BT))
   products = [

@@ -19,7 +19,8 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def test_a_shard_needs_whole_blocks():
-  x_BTHC, segment_BT = np.ones((1, 40, 2, 8), np.float32), np.ones((1, 40), np.int32)
+  x_BTHC = np.ones((1, 40, 2, 8), np.float32)
+  segment_BT = np.ones((1, 40), np.int32)
   segments = {"q_segment_BT": segment_BT[:, :20], "kv_segment_BS": segment_BT}
   options = {"scale": 1.0, "backend": "splash", "block_q": 16}
   with pytest.raises(ValueError, match="attention=splash on 20 of 40 positions: a shard of the"):
@@ -41,7 +42,9 @@ def compile_to_three_kernels(chips, shapes):
 def test_the_plan_counts_the_blocks_that_are_visited():
   (report,) = compile_to_three_kernels(["v5p"], ["small"])
   num_positions, num_heads, _, key_channels, value_channels, _ = SHAPES["small"]
-  block, visited = num_positions // 18, 18 + 17  # the window reaches one block before the diagonal
+  # the window reaches one block before the diagonal
+  block = num_positions // 18
+  visited = 18 + 17
   per_score = 5 * key_channels + 4 * value_channels  # two products forward, seven backward
   assert report["flops"] == 2 * visited * block**2 * num_heads * per_score
 

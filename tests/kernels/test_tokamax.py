@@ -52,7 +52,8 @@ def test_the_ranges_of_keys_are_the_visible_keys(q_start, num_queries, window):
   mask = AttentionMask(q_segment_BT, segment_BS, jnp.int32(q_start), window)
   start_BT, stop_BT = attention_kernels._key_ranges(mask, is_aligned=False)
   key_S = np.arange(40)
-  start_BT1, stop_BT1 = np.asarray(start_BT)[..., None], np.asarray(stop_BT)[..., None]
+  start_BT1 = np.asarray(start_BT)[..., None]
+  stop_BT1 = np.asarray(stop_BT)[..., None]
   in_range_BTS = (key_S >= start_BT1) & (key_S < stop_BT1)
   np.testing.assert_array_equal(in_range_BTS, mask.visible_BTS)
   if num_queries == 40:
@@ -63,7 +64,9 @@ def test_the_ranges_of_keys_are_the_visible_keys(q_start, num_queries, window):
 
 @pytest.mark.parametrize(("window", "num_visible"), [(None, 36), (3, 21)])
 def test_the_stated_cost_counts_the_visible_scores(window, num_visible):
-  q_BTHC, k_BSGC, v_BSGC = jnp.ones((2, 4, 6, 16)), jnp.ones((2, 8, 3, 16)), jnp.ones((2, 8, 3, 5))
+  q_BTHC = jnp.ones((2, 4, 6, 16))
+  k_BSGC = jnp.ones((2, 8, 3, 16))
+  v_BSGC = jnp.ones((2, 8, 3, 5))
   options = attention_kernels._AttendOptions("xla", 1.0, 0.0, is_aligned=False, window=window)
   cost = attention_kernels._cost(options, 21, q_BTHC, k_BSGC, v_BSGC)
   assert cost.flops == 2 * 2 * 6 * (num_visible / 2) * 21  # a half of the queries

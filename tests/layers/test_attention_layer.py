@@ -13,8 +13,15 @@ from maxlite.config.schema import ModelConfig, RopeConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.rope import rope_tables
 
-NUM_POSITIONS, DIM, NUM_HEADS, HEAD_DIM = 12, 8, 4, 4
-SCALE, EPSILON, WINDOW, SOFT_CAP, LIMIT = 0.4, 0.3, 3, 1.5, 0.8
+NUM_POSITIONS = 12
+DIM = 8
+NUM_HEADS = 4
+HEAD_DIM = 4
+SCALE = 0.4
+EPSILON = 0.3
+WINDOW = 3
+SOFT_CAP = 1.5
+LIMIT = 0.8
 # Two documents and padding in the first row, one document in the second.
 SEGMENT_BT = np.stack([np.repeat([1, 2, 0], [5, 4, 3]), np.ones(NUM_POSITIONS)]).astype(np.int32)
 POSITION_BT = np.stack([np.r_[0:5, 0:4, 0, 0, 0], np.r_[0:NUM_POSITIONS]]).astype(np.int32)
@@ -62,7 +69,8 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
 
 @pytest.mark.parametrize("mesh", ["one device", "context tensor"])
 def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, mesh):
-  params, x_BTD = make_params(2), draw((2, NUM_POSITIONS, DIM), 7)
+  params = make_params(2)
+  x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
   cotangent_D = draw(DIM, 8)
 
   @jax.jit
@@ -82,7 +90,8 @@ def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_grouped_queries_equal_multi_head_attention_with_repeated_keys(sharders, num_kv_heads):
-  params, x_BTD = make_params(num_kv_heads), draw((2, NUM_POSITIONS, DIM), 7)
+  params = make_params(num_kv_heads)
+  x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
   repeated = {
     name: {"kernel": np.repeat(leaf["kernel"], NUM_HEADS // num_kv_heads, axis=1)}
     if name in ("key", "value")
@@ -110,7 +119,8 @@ def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape
 
   `everything` is biases, clipping, a window, a soft cap and sinks.
   """
-  params, x_BTD = make_params(NUM_HEADS), draw((2, NUM_POSITIONS, DIM), 7)
+  params = make_params(NUM_HEADS)
+  x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
   biases = {name: draw(leaf["kernel"].shape[1:], 20) for name, leaf in params.items()}
   biases["out"], sink_H = draw(DIM, 21), draw(NUM_HEADS, 22)
   if everything:

@@ -27,7 +27,8 @@ def assert_close(got, want, unit):
 def test_matmul_and_its_gradients_are_exact_up_to_their_types(dtype, unit):
   with jax.enable_x64(dtype == jnp.float64):
     weight_dtype = np.promote_types(dtype, np.float32)
-    x_TD, dy_TF = draw((600, 500), 0, dtype), draw((600, 6), 1, dtype)
+    x_TD = draw((600, 500), 0, dtype)
+    dy_TF = draw((600, 6), 1, dtype)
     # A weight that is exact in bfloat16, so that only matmul's own rounding matters.
     w_DF = draw((500, 6), 2, jnp.bfloat16).astype(weight_dtype)
     y_TF, pull_back = jax.vjp(jax.jit(matmul), x_TD, w_DF)
@@ -55,7 +56,8 @@ def test_a_bias_and_its_gradient_are_summed_in_float32(sharders):
 
 
 def test_a_wider_result_is_not_rounded_to_the_type_of_x():
-  x_TD, w_DF = draw((30, 40), 0, jnp.bfloat16), draw((40, 6), 1, jnp.bfloat16)
+  x_TD = draw((30, 40), 0, jnp.bfloat16)
+  w_DF = draw((40, 6), 1, jnp.bfloat16)
   y_TF, pull_back = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x_TD, w_DF)
   assert_close(y_TF, np.float64(x_TD) @ np.float64(w_DF), 1e-6)
   assert [a.dtype for a in (y_TF, *pull_back(y_TF))] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]

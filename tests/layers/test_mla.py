@@ -12,8 +12,14 @@ from maxlite.config.schema import LatentAttentionConfig, ModelConfig
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.rope import RopeTables
 
-NUM_SEQS, NUM_POSITIONS, DIM, NUM_HEADS = 4, 8, 8, 4
-NOPE, ROPE, VALUE, LATENT = 3, 4, 5, 8
+NUM_SEQS = 4
+NUM_POSITIONS = 8
+DIM = 8
+NUM_HEADS = 4
+NOPE = 3
+ROPE = 4
+VALUE = 5
+LATENT = 8
 SCALE = (NOPE + ROPE) ** -0.5
 # Two documents and padding in the first row, one document in each of the others.
 SEGMENT_BT = np.ones((NUM_SEQS, NUM_POSITIONS), np.int32)
@@ -65,11 +71,13 @@ def formula(params, x_BTD):
   for x_TD, segment_T, angle_TR in zip(x_BTD, SEGMENT_BT, ANGLE_BTR, strict=True):
     query_TQ = rms(x_TD @ w["query_down"], params["query_norm"]) if "query_down" in w else x_TD
     down_TL = x_TD @ w["kv_down"]
-    latent_TL, shared_TR = rms(down_TL[:, :LATENT], params["kv_norm"]), down_TL[:, LATENT:]
+    latent_TL = rms(down_TL[:, :LATENT], params["kv_norm"])
+    shared_TR = down_TL[:, LATENT:]
     seen_TS = jnp.tril(segment_T[:, None] == segment_T[None])
     y_TD = jnp.zeros_like(x_TD)
     for h in range(NUM_HEADS):
-      q_TC, kv_TC = query_TQ @ w["query"][:, h], latent_TL @ w["kv_up"][:, h]
+      q_TC = query_TQ @ w["query"][:, h]
+      kv_TC = latent_TL @ w["kv_up"][:, h]
       score_TS = q_TC[:, :NOPE] @ kv_TC[:, :NOPE].T
       turned = turn(q_TC[:, NOPE:], angle_TR) @ turn(shared_TR, angle_TR).conj().T
       p_TS = jax.nn.softmax(jnp.where(seen_TS, SCALE * (score_TS + turned.real), -jnp.inf))

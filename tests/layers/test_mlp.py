@@ -40,7 +40,8 @@ def test_gated_and_ungated(sharders, activations):
     names = [f"wi_{i}" for i in range(len(activations))]
     shapes = {**dict.fromkeys(names, (4, 6)), "wo": (6, 4)}
     params = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
-    x_BTD, dy_BTD = draw((2, 3, 4), 10), draw((2, 3, 4), 11)
+    x_BTD = draw((2, 3, 4), 10)
+    dy_BTD = draw((2, 3, 4), 11)
     results = []
     for function in (
       lambda params, x_BTD: mlp.apply({"params": params}, x_BTD),
@@ -52,7 +53,8 @@ def test_gated_and_ungated(sharders, activations):
 
 
 def test_a_gate_saves_only_its_operands():
-  gate, up = draw((5, 4), 0).astype(np.float32), draw((5, 4), 1).astype(np.float32)
+  gate = draw((5, 4), 0).astype(np.float32)
+  up = draw((5, 4), 1).astype(np.float32)
   activate = functools.partial(checkpointed_activation, build_activation(("silu", "linear")))
   _, pull_back = jax.vjp(activate, (gate, up))
   saved = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]

@@ -13,7 +13,8 @@ from maxlite.layers.norm import RMSNorm
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 1.01 * 2.0**-8)])
 def test_equals_its_formula_with_one_rounding(dtype, rtol, shift):
   draw = np.random.default_rng(0).normal
-  x_BTD, scale_D = draw(size=(3, 4, 64)).astype(dtype), draw(size=64).astype(np.float32)
+  x_BTD = draw(size=(3, 4, 64)).astype(dtype)
+  scale_D = draw(size=64).astype(np.float32)
   x_BTD[0] *= 0.01  # so that epsilon matters
   norm = RMSNorm(epsilon=1e-4, weight_dtype=jnp.float32, zero_centred=bool(shift))
   y_BTD = norm.apply({"params": {"scale": scale_D}}, x_BTD)

@@ -11,7 +11,8 @@ from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
 from maxlite.layers.rope import apply_rope, deinterleave, rope_tables, score_factor
 
-THETA, NUM_CHANNELS = 100.0, 8
+THETA = 100.0
+NUM_CHANNELS = 8
 PLAIN = RopeConfig(rope_max_timescale=THETA)
 DEEPSEEK = RopeConfig(
   rope_type="yarn", rope_factor=40.0, original_max_position_embeddings=4096, mscale=0.707
@@ -42,7 +43,8 @@ def test_pairs_rotate_like_complex_numbers(dtype, rtol):
 
 
 def test_tables_of_fewer_channels_rotate_the_first_ones():
-  x_BTHC, position_BT = draw(0), np.array([[0, 1, 2, 3, 50], [7, 0, 1, 300, 2]], np.int32)
+  x_BTHC = draw(0)
+  position_BT = np.array([[0, 1, 2, 3, 50], [7, 0, 1, 300, 2]], np.int32)
   half = NUM_CHANNELS // 2
   tables = rope_tables(position_BT, half, PLAIN)
   y_BTHC = np.asarray(apply_rope(x_BTHC, *tables))
@@ -61,11 +63,13 @@ def test_yarn_of_a_context_below_one_rotation_is_that_of_transformers():
 
 
 def test_a_score_depends_only_on_the_distance_of_positions():
-  q_BTHC, k_BTHC = draw(1), draw(2)
+  q_BTHC = draw(1)
+  k_BTHC = draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)
 
   def scores(shift):
-    q, k = rotate(q_BTHC, position_BT + shift), rotate(k_BTHC, position_BT + shift)
+    q = rotate(q_BTHC, position_BT + shift)
+    k = rotate(k_BTHC, position_BT + shift)
     return np.einsum("bthc,bshc->bhts", q, k)
 
   np.testing.assert_allclose(scores(17), scores(0), atol=1e-4)
@@ -136,12 +140,14 @@ def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_rotations():
 
 
 def test_if_all_channels_rotate_mscale_1_is_published_yarn():
-  q_BTHC, k_BTHC = draw(1), draw(2)
+  q_BTHC = draw(1)
+  k_BTHC = draw(2)
   position_BT = np.array([[0, 1, 2, 3, 4], [3, 9, 0, 0, 8]], np.int32)
 
   def scores(mscale):
     cfg = dataclasses.replace(DEEPSEEK, mscale=mscale)
-    q, k = rotate(q_BTHC, position_BT, cfg), rotate(k_BTHC, position_BT, cfg)
+    q = rotate(q_BTHC, position_BT, cfg)
+    k = rotate(k_BTHC, position_BT, cfg)
     return score_factor(cfg) * np.einsum("bthc,bshc->bhts", q, k)
 
   np.testing.assert_allclose(scores(1.0), scores(0.0), rtol=1e-4, atol=1e-5)

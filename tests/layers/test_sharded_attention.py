@@ -18,7 +18,8 @@ from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding.collectives import zigzag_chunks
 
-NUM_POSITIONS, NUM_HEADS = 48, 8
+NUM_POSITIONS = 48
+NUM_HEADS = 8
 MESHES = ({"context": 8}, {"context": 4, "tensor": 2}, {"context": 2, "data": 2, "tensor": 2})
 EVERYTHING = {"window": 11, "soft_cap": 0.9, "sinks": True}
 
@@ -104,7 +105,8 @@ def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local
 @pytest.mark.parametrize("num_shards", [2, 3, 8])
 @pytest.mark.parametrize("window", [None, 100, 1])
 def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, window):
-  size, counts = 64, []
+  size = 64
+  counts = []
   for shard in range(num_shards):
     pairs = [
       (q, k)
@@ -125,7 +127,8 @@ def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, wi
 
 
 def test_gathered_keys_in_the_future_are_skipped(build_sharder):
-  sharder, shape = build_sharder({"context": 4}), (1, 1024, 4, 8)
+  sharder = build_sharder({"context": 4})
+  shape = (1, 1024, 4, 8)
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
   segment_BT = np.ones(shape[:2], np.int32)
 
@@ -150,7 +153,8 @@ def test_gathered_keys_in_the_future_are_skipped(build_sharder):
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
 def test_shards_attend_equally_many_gathered_keys(num_shards):
-  size, block = 64, 16
+  size = 64
+  block = 16
   options = chunked._Options(1.0, 0.0, block, is_aligned=False, window=None)
   num_keys = 2 * num_shards * size
   zeros = np.zeros((1, 1, num_keys, 1), np.float32)

@@ -74,7 +74,8 @@ def test_layers_run_in_order(plan):
   block = functools.cache(
     lambda moe: jax.jit(DecoderLayer(model.cfg, model.sharder, moe=moe).apply)
   )
-  x_BTD, every = jnp.asarray(params["embed"]["embedding"][TOKENS_BT]), []
+  x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
+  every = []
   rope = Rope(rope_tables(ROWS[1], 4, model.cfg.rope))
   for moe, place, row in PLANS[plan]:
     layer = functools.reduce(lambda tree, name: tree[name], place.split("/"), params)
@@ -97,7 +98,8 @@ def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
   """One layer at a time has a non-zero attention output; local layers attend one row."""
   options = {"sliding_window_size": 1, "base_num_decoder_layers": num_layers} | plan
   model = model_of(decoder_block=family, **options)
-  params, step = params_of(model), plan.get("interleave_moe_layer_step", 1)
+  params = params_of(model)
+  step = plan.get("interleave_moe_layer_step", 1)
   run = jax.jit(functools.partial(model.apply, method=model.hidden))
   changed_BT = np.where(np.arange(12) == 3, 23 - TOKENS_BT, TOKENS_BT)
   for layer in range(num_layers):

@@ -44,7 +44,8 @@ def num_matmuls(family, policy, *saved):
 
 @pytest.mark.parametrize("family", fast_only(MODELS, *FAST))
 def test_saving_less_recomputes_more(family):
-  none, full = num_matmuls(family, "none"), num_matmuls(family, "full")
+  none = num_matmuls(family, "none")
+  full = num_matmuls(family, "full")
   minimal = num_matmuls(family, "minimal")
   some = num_matmuls(family, "custom", "query_proj", "out_proj")
   assert none <= minimal < some < full

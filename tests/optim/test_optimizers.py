@@ -14,7 +14,8 @@ from maxlite.optim import build_optimizer
 
 # h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and a vector.
 NAMES = {"wi": jax.P("embed", "mlp"), "norm": {"scale": jax.P("norm")}, "wo": jax.P("mlp", "embed")}
-LEARNING_RATE, DECAY = 0.02, 0.1
+LEARNING_RATE = 0.02
+DECAY = 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,9 @@ def loss(params, x_TD, y_TD):
 
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
 def test_optimizers_fit_the_data(opt_type):
-  x_TD, tx, params = draw((64, 6), 9), optimizer(opt_type), make_params()
+  x_TD = draw((64, 6), 9)
+  tx = optimizer(opt_type)
+  params = make_params()
   data = (x_TD, x_TD @ draw((6, 6), 10))
 
   @jax.jit
@@ -134,7 +137,8 @@ def test_the_learning_rate_schedule_counts_updates():
 
 
 def test_muon_orthogonalizes_matrices_and_uses_adam_for_the_rest():
-  params, gradients = make_params(), make_params(60)
+  params = make_params()
+  gradients = make_params(60)
   plain = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0, "adam_eps": 0.5}
   moved = {
     opt_type: jax.tree.map(

@@ -52,7 +52,8 @@ def config_of(factor=1, **changes):
 def shapes_and_names(cfg):
   """(parameters as shapes, their logical names)."""
   one_device = Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1]))
-  model, tokens_BT = Decoder(cfg, one_device), jnp.zeros((1, 4), jnp.int32)
+  model = Decoder(cfg, one_device)
+  tokens_BT = jnp.zeros((1, 4), jnp.int32)
   boxed = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
   return meta.unbox(boxed), logical_names(boxed)
 
@@ -129,7 +130,8 @@ def test_activations_move_alike_at_all_widths(keys):
 
   Logits may shrink: they start at zero in the limit of infinite width.
   """
-  narrow, wide = changes(1, **keys, **MUP), changes(16, **keys, **MUP)
+  narrow = changes(1, **keys, **MUP)
+  wide = changes(16, **keys, **MUP)
   blocks = [module for module in narrow if module.startswith("layers")]
   for module in (*blocks, "logits"):
     assert 1 / 4 < wide[module] / narrow[module] < 2, (module, narrow, wide)
@@ -141,9 +143,11 @@ def test_the_decay_of_a_weight_does_not_depend_on_the_width():
   """Decoupled decay follows the learning rate alone, so wide models keep the tuned one."""
   keys = {"decoder_block": "llama", "learning_rate": 0.1, "adam_weight_decay": 0.5}
   cfg = config_of(4, **keys, **MUP)
-  params, names = {"kernel": jnp.ones((4, 4))}, {"kernel": jax.P("embed", "mlp")}
+  params = {"kernel": jnp.ones((4, 4))}
+  names = {"kernel": jax.P("embed", "mlp")}
   schedule = with_schedule_steps(cfg.optimizer, 10)
-  tx, zeros = build_optimizer(schedule, names, cfg.model), jax.tree.map(jnp.zeros_like, params)
+  tx = build_optimizer(schedule, names, cfg.model)
+  zeros = jax.tree.map(jnp.zeros_like, params)
   with jax.numpy_dtype_promotion("standard"):
     updates, _ = tx.update(zeros, tx.init(params), params)
   np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)

@@ -13,7 +13,10 @@ from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
 from maxlite.optim import build_schedule
 from maxlite.optim.schedules import schedule_numbers
 
-PEAK, STEPS, WARMUP, FINAL = 0.02, 100, 10, 0.002
+PEAK = 0.02
+STEPS = 100
+WARMUP = 10
+FINAL = 0.002
 
 
 def rates(kind, **changes):
@@ -111,5 +114,6 @@ def test_the_cosine_schedule_has_the_bits_of_optax():
   cfg = build(OptimizerConfig, DEFAULTS | {"learning_rate_schedule_steps": 200})
   count = np.arange(202, dtype=np.int32)
   with jax.numpy_dtype_promotion("standard"):
-    ours, theirs = jax.jit(build_schedule(cfg))(count), jax.jit(optax_schedule(cfg))(count)
+    ours = jax.jit(build_schedule(cfg))(count)
+    theirs = jax.jit(optax_schedule(cfg))(count)
   np.testing.assert_array_equal(ours, theirs)

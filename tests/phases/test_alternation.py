@@ -24,7 +24,10 @@ from maxlite.optim.labels import labels_of, split, trained_paths
 from maxlite.phases import Alternation, Phase, Plateau, Threshold
 
 DOCS = Path(__file__).parents[2] / "docs"
-WIDTH, ROWS = 8, 16
+WIDTH = 8
+ROWS = 16
+FIT_ADAM = optax.adam(optax.linear_schedule(3e-2, 0.0, 10))
+MATCH_ADAM = optax.adamw(1e-2)
 
 
 def draw(shape, seed):
@@ -58,16 +61,11 @@ def batches(num, first=0):
     yield draw((ROWS, WIDTH), 100 + seed), draw((ROWS, WIDTH), 200 + seed)
 
 
-@functools.cache
-def adams():
-  return optax.adam(optax.linear_schedule(3e-2, 0.0, 10)), optax.adamw(1e-2)
-
-
 def a_to_b_and_c(strategy="separate", match=match_loss, **keys):
   return Alternation(
     [
-      Phase("fit", ["a/.*", "b/.*"], fit_loss, adams()[0], steps=3),
-      Phase("match", ["c/.*"], match, adams()[1], steps=2),
+      Phase("fit", ["a/.*", "b/.*"], fit_loss, FIT_ADAM, steps=3),
+      Phase("match", ["c/.*"], match, MATCH_ADAM, steps=2),
     ],
     initial_phases={"fit": 2},
     strategy=strategy,
@@ -98,7 +96,7 @@ def by_hand(num_steps):
   """The A to B and C case as two jitted functions: (params, losses)."""
   params = make_params()
   moving = {"fit": {name: params[name] for name in "ab"}, "match": {"c": params["c"]}}
-  optimizers = dict(zip(moving, adams(), strict=True))
+  optimizers = dict(zip(moving, (FIT_ADAM, MATCH_ADAM), strict=True))
   losses = {"fit": fit_loss, "match": lambda params, batch: match_loss(params, batch)[0]}
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -121,7 +119,7 @@ def by_hand(num_steps):
   return moving["fit"] | moving["match"] | {"d": params["d"]}, values
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def uninterrupted():
   """(state on the host, metrics of each step) of 12 steps."""
   alternation = a_to_b_and_c()
@@ -129,19 +127,19 @@ def uninterrupted():
   return jax.device_get(state), rows
 
 
-def test_a_to_b_and_c_equals_two_handwritten_functions():
+def test_a_to_b_and_c_equals_two_handwritten_functions(uninterrupted):
   params, losses = by_hand(12)
-  state, rows = uninterrupted()
+  state, rows = uninterrupted
   assert_same(state.params, params)
   assert [row["loss"] for row in rows] == losses
   assert [int(row["phase"]) for row in rows] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
   assert ["gap" in row for row in rows] == [row["phase"] == 1 for row in rows]
 
 
-def test_switch_gives_the_same_numbers():
+def test_switch_gives_the_same_numbers(uninterrupted):
   alternation = a_to_b_and_c("switch")
   state, rows = take(alternation, alternation.init(make_params()), batches(12))
-  want, want_rows = uninterrupted()
+  want, want_rows = uninterrupted
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, jax.device_get(state), want)
   jax.tree.map(close, rows, want_rows)
@@ -179,7 +177,8 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   sgd = optax.sgd(1e-3)
   phases = [Phase(name, [name], loss, sgd, steps=1) for name in tiny]
   alternation = Alternation(phases, strategy=strategy)
-  state, batch = alternation.init(tiny), np.float32(0.5)
+  state = alternation.init(tiny)
+  batch = np.float32(0.5)
   alternation.compile(state, batch)
   num_compiled = alternation.num_compiled
   state, _ = alternation.step(state, batch)  # includes what JAX compiles for any first program
@@ -198,7 +197,9 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
 
 def test_frozen_parameters_have_no_backward_pass():
   """In a chain of four square layers, of which only the first or the last is trained."""
-  width, rows, names = 64, 32, "abcd"
+  width = 64
+  rows = 32
+  names = "abcd"
   params = {name: jnp.ones((width, width)) for name in names}
 
   def loss(params, x_BD):
@@ -226,7 +227,7 @@ def sharded(params, mesh):
 
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
-def test_mesh_equals_one_device(strategy):
+def test_mesh_equals_one_device(strategy, uninterrupted):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
   state = alternation.init(sharded(make_params(), mesh))
@@ -235,7 +236,7 @@ def test_mesh_equals_one_device(strategy):
   rows_of = jax.NamedSharding(mesh, jax.P("x"))
   stream = (jax.device_put(batch, rows_of) for batch in batches(12))
   state, _ = take(alternation, state, stream)
-  want, _ = uninterrupted()
+  want, _ = uninterrupted
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(close, jax.device_get(state.params), want.params)
   jax.tree.map(close, jax.device_get(state.opt_state), want.opt_state)
@@ -251,28 +252,30 @@ def save_and_restore(folder, alternation, state, params):
 
 
 @pytest.mark.parametrize("killed_after", [3, 6])
-def test_restored_state_resumes_bit_for_bit(killed_after, tmp_path):
-  before, after = a_to_b_and_c(), a_to_b_and_c()
+def test_restored_state_resumes_bit_for_bit(killed_after, tmp_path, uninterrupted):
+  before = a_to_b_and_c()
+  after = a_to_b_and_c()
   mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[1:2])
   state, _ = take(before, before.init(make_params()), batches(killed_after))
   params = sharded(make_params(), mesh)
   state = save_and_restore(tmp_path, after, state, params)
   assert after.next_phase(state) == ("fit" if killed_after == 3 else "match")
   state, rows = take(after, state, batches(12 - killed_after, first=killed_after))
-  want, want_rows = uninterrupted()
+  want, want_rows = uninterrupted
   assert_same(state, want)
   assert_same(rows, want_rows[killed_after:])
 
 
-def test_resumes_on_another_mesh(tmp_path):
-  before, after = a_to_b_and_c("switch"), a_to_b_and_c()
+def test_resumes_on_another_mesh(tmp_path, uninterrupted):
+  before = a_to_b_and_c("switch")
+  after = a_to_b_and_c()
   four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
   state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
   state = save_and_restore(tmp_path, after, state, sharded(make_params(), eight))
   assert own_state(state, "fit")[0].mu["a"]["kernel"].sharding.mesh == eight
   state, _ = take(after, state, batches(6, first=6))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, jax.device_get(state), uninterrupted()[0])
+  jax.tree.map(close, jax.device_get(state), uninterrupted[0])
 
 
 def optimizer_of(opt_type, names):
@@ -283,7 +286,8 @@ def optimizer_of(opt_type, names):
 
 def moved(old, new):
   """Paths of the leaves whose bits differ between the trees."""
-  old, new = leaves_by_path(old), leaves_by_path(new)
+  old = leaves_by_path(old)
+  new = leaves_by_path(new)
   return {path for path in old if not np.array_equal(old[path], new[path])}
 
 
@@ -383,7 +387,8 @@ class Normed(nn.Module):
 
 class Two(nn.Module):
   def setup(self):
-    self.a, self.b = Normed(), Normed()
+    self.a = Normed()
+    self.b = Normed()
 
   def __call__(self, x_BD):
     return self.b(self.a(x_BD))
@@ -399,7 +404,8 @@ def test_collections_are_frozen_with_their_module_and_losses_get_keys():
 
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
   variables = model.init(keys, draw((ROWS, 4), 0))
-  params, statistics = variables["params"], {"batch_stats": variables["batch_stats"]}
+  params = variables["params"]
+  statistics = {"batch_stats": variables["batch_stats"]}
   sgd = optax.sgd(0.1)
   phases = [
     Phase("a", ["a/norm/.*"], loss, sgd, steps=1),
@@ -407,7 +413,8 @@ def test_collections_are_frozen_with_their_module_and_losses_get_keys():
     Phase("c", ["b/.*"], loss, sgd, steps=1, accumulate=2),
   ]
   alternation = Alternation(phases)
-  state, rows = alternation.init(params, statistics), []
+  state = alternation.init(params, statistics)
+  rows = []
   for moves in ({"a"}, set(), {"b"}):  # an untrained norm keeps its statistics
     before = jax.device_get(state.collections["batch_stats"])
     state, metrics = alternation.step(state, draw((ROWS, 4), len(rows)))

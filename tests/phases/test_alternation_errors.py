@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 from test_alternation import (
+  FIT_ADAM,
+  MATCH_ADAM,
   a_to_b_and_c,
-  adams,
   assert_same,
   batches,
   fit_loss,
@@ -135,8 +136,8 @@ def first_step(build_alternation):
   ],
 )
 def test_mistakes_are_one_line_errors(changes, message):
-  fit = {"name": "fit", "train": ["a/.*"], "loss": fit_loss, "optimizer": adams()[0], "steps": 1}
-  match = {"name": "match", "train": ["c/.*"], "loss": match_loss, "optimizer": adams()[1]}
+  fit = {"name": "fit", "train": ["a/.*"], "loss": fit_loss, "optimizer": FIT_ADAM, "steps": 1}
+  match = {"name": "match", "train": ["c/.*"], "loss": match_loss, "optimizer": MATCH_ADAM}
   with pytest.raises(ValueError, match=message) as error:
     first_step(lambda: Alternation([Phase(**(fit | changes)), Phase(**match, steps=1)]))
   assert "\n" not in str(error.value)
@@ -230,7 +231,8 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_training():
   phase = Phase("fit", [".*"], loss, optax.adam(0.1), steps=1)
   alternation = Alternation([phase], max_skipped_steps=3, ema_decay=0.5)
   state = alternation.init({"w": jnp.ones(2), "v": jnp.ones(())})
-  good, bad = np.float32(1), np.float32(np.nan)
+  good = np.float32(1)
+  bad = np.float32(np.nan)
   state, _ = take(alternation, state, [good])
   before = jax.device_get(state)
   state, rows = take(alternation, state, [bad, bad])

@@ -14,7 +14,8 @@ from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 def walk(schedule, losses):
   """(phase name of each step, clock), where metrics reach the host one step late."""
   clock = schedule.start()
-  position, names = schedule.position(clock), []
+  position = schedule.position(clock)
+  names = []
   for loss in losses:
     phase = schedule.phase_at(position)
     assert phase == schedule.phase(clock)

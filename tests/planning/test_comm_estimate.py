@@ -23,7 +23,8 @@ from maxlite.planning.plan_target import PlanTarget
 pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {"decoder_block": "llama"}
-GATHERS, EXCHANGES = ("all-gather",), ("all-to-all", "ragged-all-to-all")
+GATHERS = ("all-gather",)
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
 REDUCTIONS = ("all-reduce", "reduce-scatter")  # XLA:CPU replaces some of the second by the first
 
 
@@ -65,7 +66,8 @@ def test_the_estimate_matches_the_compiled_step(mesh, keys):
 
 
 def test_slices_exchange_the_gradients_of_a_devices_shards():
-  one, two = target_of("data=2 fsdp=4", **LLAMA), target_of("data=2 fsdp=4", {"data": 2}, **LLAMA)
+  one = target_of("data=2 fsdp=4", **LLAMA)
+  two = target_of("data=2 fsdp=4", {"data": 2}, **LLAMA)
   sent = {n: sent_by_axes(estimate_collectives(target)) for n, target in enumerate((one, two), 1)}
   # In an all-reduce of two devices each sends the payload once.
   parameters = estimate_memory(two.trainer).parameters
@@ -143,7 +145,8 @@ def test_the_estimate_matches_two_compiled_tpu_slices(decoder_block, mesh_axis):
   batch = "max_target_length=256 per_device_batch_size=8 dtype=bfloat16 remat_policy=full"
   pod = f"compile_topology=v5p-8 compile_topology_num_slices=2 ici_{mesh_axis}_parallelism=2"
   sent = planned(f"decoder_block={decoder_block}", *f"{model} {batch} {pod}".split())
-  network, within = sent.pop("data (network)"), [axes for axes, (_, size) in sent.items() if size]
+  network = sent.pop("data (network)")
+  within = [axes for axes, (_, size) in sent.items() if size]
   assert network[0] == pytest.approx(network[1], rel=0.05)
   assert {"fsdp", mesh_axis} <= set(within)
   for axes in within:

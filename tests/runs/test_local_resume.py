@@ -69,7 +69,10 @@ def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
 
 # ---- several hosts with separate folders ----
 
-SHARED, KILLED, END = 150, 180, 400  # steps, with enough time to kill the run before the end
+# steps, with enough time to kill the run before the end
+SHARED = 150
+KILLED = 180
+END = 400
 SHORT = LIGHT | {"steps": END, "learning_rate_schedule_steps": END, "eval_interval": 0}
 SHORT |= {"checkpoint_period": SHARED, "global_batch_size": 16}
 LOCAL = {"local_checkpoint_directory": "local", "local_checkpoint_period": 3}
@@ -199,7 +202,8 @@ def test_lost_files_are_received_from_another_host(
 @pytest.mark.slow
 def test_a_save_interrupted_by_a_kill_is_ignored(uninterrupted, folder):
   killed = Hosts(folder, **BY_FSDP)
-  after, own = killed.has_logged(4), folder / "1/local"
+  after = killed.has_logged(4)
+  own = folder / "1/local"
   killed.kill_when(lambda: after() and any(own.rglob("*.tmp")))
   output = Hosts(folder, **BY_FSDP).outputs()[0]
   assert "resuming from the checkpoint of step" in output

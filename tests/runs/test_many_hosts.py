@@ -45,7 +45,8 @@ def on_two_hosts(runs_folder):
 
 def largest_difference(folder, expected_folder):
   """Largest relative difference over all numbers of all rows, which must have the same keys."""
-  rows, expected_rows = logged(folder), logged(expected_folder)
+  rows = logged(folder)
+  expected_rows = logged(expected_folder)
   assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
   values, expected = ([[*row.values()] for row in each] for each in (rows, expected_rows))
   pairs = [(np.array(a), np.array(b)) for a, b in zip(values, expected, strict=True)]

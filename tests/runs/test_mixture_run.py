@@ -31,7 +31,8 @@ def mixtures(tmp_path_factory):
 
 def test_a_run_whose_mixture_is_extended_equals_one_that_had_it_from_the_start(mixtures, folder):
   two, three = mixtures
-  interrupted, whole = folder / "interrupted", folder / "whole"
+  interrupted = folder / "interrupted"
+  whole = folder / "whole"
   assert start(interrupted, dataset_mixture=two, **LIGHT | {"steps": 4})[0] == 0
   code, output = start(interrupted, dataset_mixture=three, **LIGHT)
   assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
@@ -56,7 +57,8 @@ def test_a_run_whose_mixture_is_extended_equals_one_that_had_it_from_the_start(m
 @pytest.mark.slow
 def test_two_hosts_and_a_host_that_resumes_from_them_read_the_mixture_of_one(mixtures, folder):
   light = LIGHT | {"dataset_mixture": mixtures[1]}
-  one, two = folder / "one", folder / "two"
+  one = folder / "one"
+  two = folder / "two"
   run(one, "--processes", 1, "--devices", 8, **light)
   output = run(two, "--processes", 2, "--devices", 4, **light)
   assert "read of c: " in output

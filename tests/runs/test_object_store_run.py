@@ -56,7 +56,8 @@ def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, st
 @pytest.mark.parametrize("store", [slow("bucket"), "gcs_bucket"], indirect=True)
 def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finished, folder, store):
   copy_to(store, finished[0])
-  run, files = f"{store}/run", filesystem(store)
+  run = f"{store}/run"
+  files = filesystem(store)
   arrays = [file for file in list_files(f"{run}/checkpoints/{STEPS}/state") if "/d/" in file.uri]
   for file in arrays:
     content = files.cat_file(file.uri)
@@ -83,7 +84,8 @@ def test_a_save_that_was_killed_before_its_last_object_is_not_a_checkpoint(bucke
 
 
 def test_the_process_that_starts_last_continues_alone(bucket):
-  first, second = RunMirror(f"{bucket}/run"), RunMirror(f"{bucket}/run")
+  first = RunMirror(f"{bucket}/run")
+  second = RunMirror(f"{bucket}/run")
   first.lock()
   (first.directory / "metrics.jsonl").write_text("first")
   first.upload()
@@ -111,7 +113,8 @@ def test_two_hosts_on_s3_equal_one_over_a_mixture_on_s3(folder, bucket):
   }
   rows = {}
   for count in (1, 2):
-    here, uri = folder / f"hosts{count}", f"{bucket}/hosts{count}"
+    here = folder / f"hosts{count}"
+    uri = f"{bucket}/hosts{count}"
     options = ("--processes", count, "--devices", 8 // count)
     output = run(here, *options, **keys | {"base_output_directory": uri})
     assert "read of a: " in output

@@ -34,7 +34,8 @@ def last_hash(output):
 
 
 def test_phases_with_separate_streams_are_the_same_on_two_hosts(runs_folder):
-  keys, folders = keys_of(runs_folder), [runs_folder / f"turns_{n}" for n in range(3)]
+  keys = keys_of(runs_folder)
+  folders = [runs_folder / f"turns_{n}" for n in range(3)]
   run(folders[0], "--processes", 1, "--devices", 2, **keys)
   output = run(folders[1], "--processes", 2, "--devices", 1, **keys)
   assert "data of own: train" in output

@@ -61,7 +61,8 @@ def test_a_signal_during_the_last_checkpoint_is_not_lost(copy):
 
 def test_expert_load_is_logged_and_plotted(finished):
   folder, output = finished
-  rows, loads = logged(folder), expert_loads(folder)
+  rows = logged(folder)
+  loads = expert_loads(folder)
   assert [load["step"] for load in loads] == [row["step"] for row in rows]
   for load, row in zip(loads, rows, strict=True):
     load_NE = np.array(load["expert_load"])
@@ -120,7 +121,8 @@ def test_resumes_on_another_mesh(finished, copy):
     shutil.rmtree(copy / f"run/checkpoints/{step}")
   code, output = start(copy, replica_check_period=2, **mesh_keys("fsdp=2 tensor=2 data=2"))
   assert (code, "resuming from the checkpoint of step 4" in output) == (0, True)
-  rows, expected_rows = logged(copy), logged(finished[0])
+  rows = logged(copy)
+  expected_rows = logged(finished[0])
   assert rows[:4] == expected_rows[:4]
   assert rows != expected_rows
   for row, expected in zip(rows, expected_rows, strict=True):

@@ -93,7 +93,8 @@ def test_a_phase_changes_only_its_parameters(alternated):
 
 
 def test_moving_averages_exist_only_for_trained_parameters(alternated):
-  start, end = paths(alternated[0].params), paths(alternated[1].params)
+  start = paths(alternated[0].params)
+  end = paths(alternated[1].params)
   averages = paths(alternated[1].ema)
   assert all("moe/w" in path or "router" in path for path in averages)
   for path, mean in averages.items():
@@ -259,7 +260,8 @@ def phase_data_keys(folder):
 @pytest.fixture(scope="module")
 def with_phase_data(runs_folder):
   """(folder, output, keys) of an uninterrupted run with these keys."""
-  folder, keys = runs_folder / "phase_data_keys", phase_data_keys(runs_folder)
+  folder = runs_folder / "phase_data_keys"
+  keys = phase_data_keys(runs_folder)
   code, output = start(folder, **keys)
   assert code == 0
   return folder, output, keys
@@ -270,7 +272,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
   """Equal to a handwritten loop, in which nothing is compiled after the first step."""
   folder, output, keys = with_phase_data
   trainer = build_trainer(config_of(**keys_in(folder, **keys)))
-  cache, own = folder / ".tokens", phases_of(trainer.cfg)[1].data
+  cache = folder / ".tokens"
+  own = phases_of(trainer.cfg)[1].data
 
   def of(data, rows):
     return open_data(
@@ -278,7 +281,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
     ).train_stream()
 
   streams = {True: of(own, 8), False: of(trainer.cfg.data, ROWS)}
-  state, rows = trainer.init_state(), []
+  state = trainer.init_state()
+  rows = []
   with compilations() as compiled:
     for step in range(STEPS):
       batch = next(streams[step % 3 == 2])
@@ -316,7 +320,8 @@ def test_indivisible_batch_names_the_phase():
 
 def test_speed_is_measured_per_phase(monkeypatch):
   """Three steps of one second, then three of ten, logged every other step."""
-  clock, rows = [0.0], []
+  clock = [0.0]
+  rows = []
   monkeypatch.setattr("time.perf_counter", lambda: clock[0])
   trainer = trainer_of(**MESH, **KEYS, log_period=2)
   log = StepLog(trainer, SimpleNamespace(write=lambda row, _: rows.append(row)))
@@ -329,7 +334,8 @@ def test_speed_is_measured_per_phase(monkeypatch):
 
 
 def test_speed_after_a_resume_is_without_compilation(monkeypatch):
-  clock, rows = [0.0], []
+  clock = [0.0]
+  rows = []
   monkeypatch.setattr("time.perf_counter", lambda: clock[0])
   trainer = trainer_of(**MESH, log_period=10)
   log = StepLog(trainer, SimpleNamespace(write=lambda row, _: rows.append(row)))

@@ -22,7 +22,8 @@ SCHEDULES = {
 
 def test_a_run_with_schedules_resumes_exactly_and_counts_its_tokens(folder):
   keys = SCHEDULES | {"decoder_block": "llama", "base_num_decoder_layers": 1}
-  whole, resumed = folder / "whole", folder / "resumed"
+  whole = folder / "whole"
+  resumed = folder / "resumed"
   code, output = start(whole, **keys)
   assert code == 0
   rows = read_rows(whole / "run/metrics.jsonl")

@@ -40,7 +40,8 @@ KEYS = {
 @pytest.fixture(scope="module")
 def run(runs_folder):
   """The opened run; its last parameters are in `.params`."""
-  folder, text = runs_folder / "tracked", runs_folder / "tracked.txt"
+  folder = runs_folder / "tracked"
+  text = runs_folder / "tracked.txt"
   text.write_text("to be or not to be\n" * 400)
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("WANDB_MODE", "offline")

@@ -50,7 +50,8 @@ def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   trainer = build_trainer(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, tmp_path / "checkpoints", pytest.fail)
   check = ReplicaCheck(trainer.abstract_state)
-  log, profiler = StepLog(trainer, Writers([])), Profiler(cfg.observe, tmp_path)
+  log = StepLog(trainer, Writers([]))
+  profiler = Profiler(cfg.observe, tmp_path)
   context = LoopContext(trainer, checkpoints, log, profiler, None, replica_check=check)
   state = trainer.init_state()
   norm = state.params["final_norm"]

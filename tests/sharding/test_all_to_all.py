@@ -11,7 +11,10 @@ from jax.sharding import Mesh
 from maxlite.sharding import all_to_all
 from maxlite.sharding.all_to_all import check_all_to_all, combine, dispatch, plan_dispatch
 
-NUM_SHARDS, NUM_EXPERTS, NUM_ROWS, DIM = 4, 8, 12, 3
+NUM_SHARDS = 4
+NUM_EXPERTS = 8
+NUM_ROWS = 12
+DIM = 3
 MESH = Mesh(np.array(jax.devices()).reshape(2, NUM_SHARDS), ("data", "expert"))
 WHOLE = NUM_ROWS * NUM_SHARDS
 
@@ -92,14 +95,17 @@ def round_trip(request):
 def test_rows_arrive_sorted_by_expert_and_return(round_trip, routing):
   num_received, run = round_trip
   counts_ZPE = counts(routing)
-  x, dx = draw(NUM_ROWS, 0), draw(NUM_ROWS, 1)
-  y, dy = draw(num_received, 2), draw(num_received, 3)
+  x = draw(NUM_ROWS, 0)
+  dx = draw(NUM_ROWS, 1)
+  y = draw(num_received, 2)
+  dy = draw(num_received, 3)
   received, dx_of_dispatch, returned, dy_of_combine, (sizes, dropped) = run(
     counts_ZPE, x, y, dx, dy
   )
   for z in range(2):
     landed, kept_PE = expected_rows(counts_ZPE[z], num_received)
-    back, dback = np.zeros_like(x[z]), np.zeros_like(x[z])
+    back = np.zeros_like(x[z])
+    dback = np.zeros_like(x[z])
     for p, rows in enumerate(landed):
       there, dthere = np.full((2, *y[z, p].shape), np.nan)  # the emulation's undefined rows
       for row, (sender, source) in enumerate(rows):

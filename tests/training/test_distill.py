@@ -86,7 +86,8 @@ def divergence(models, batch, degrees, **keys):
   ids=str,
 )
 def test_divergence_and_its_gradients_are_exact(degrees, temperature, top_k):
-  models, batch = draw_models(), uneven_batch(0)
+  models = draw_models()
+  batch = uneven_batch(0)
   keys = {"distill_temperature": temperature, "distill_top_k": top_k}
   value, (student, *teachers) = divergence(models, batch, degrees, **keys)
   expected, gradients = exact_divergence(models, batch, temperature, top_k % VOCAB)
@@ -203,7 +204,8 @@ RUN = SMALL | {"steps": 8, "loss_type": "distill", "checkpoint_period": 4}
 
 
 def test_a_run_resumes_bitwise_and_leaves_its_teacher_as_it_was(teacher, folder, capsys):
-  keys, before = RUN | {"teacher_path": teacher}, snapshot(teacher)
+  keys = RUN | {"teacher_path": teacher}
+  before = snapshot(teacher)
   finished = folder / "finished"
   code, output = start(finished, **keys)
   assert code == 0

@@ -22,7 +22,8 @@ from maxlite.training.loss import Hidden, run_forward
 from maxlite.training.trainer import build_trainer
 from maxlite.training.transforms.alternating_phases import phase_plan_of
 
-D, J = 8, 3
+D = 8
+J = 3
 SHAPES = {"x_BTD": (ROWS, LENGTH, D), "y_BTJD": (ROWS, LENGTH, J, D), "w_DV": (D, VOCAB)}
 DEGREES = [{}, {"tensor": 4, "data": 2}, {"expert": 2, "context": 2, "tensor": 2}]
 CFG = config_of(logits_chunk_tokens=20, draft_loss_weight=0.5, z_loss_multiplier=0.1)
@@ -62,10 +63,13 @@ def log_softmax(logits):
 def exact_draft_loss(name, states, batch):
   """(mean loss of the drafts, its gradients by y and w) in float64, summed draft by draft."""
   x_BTD, y_BTJD, w_DV = (np.float64(states[key]) for key in SHAPES)
-  loss, dy_BTJD, dw_DV = 0.0, np.zeros_like(y_BTJD), np.zeros_like(w_DV)
+  loss = 0.0
+  dy_BTJD = np.zeros_like(y_BTJD)
+  dw_DV = np.zeros_like(w_DV)
   drafts = list(drafts_of(batch))
   for b, t, j, s in drafts:
-    log_p, log_q = log_softmax(x_BTD[b, s] @ w_DV), log_softmax(y_BTJD[b, t, j] @ w_DV)
+    log_p = log_softmax(x_BTD[b, s] @ w_DV)
+    log_q = log_softmax(y_BTJD[b, t, j] @ w_DV)
     p = np.exp(log_p) if name == "match_head" else np.eye(VOCAB)[batch.targets_BT[b, s]]
     loss += np.sum(p * ((log_p if name == "match_head" else 0) - log_q))
     dy_BTJD[b, t, j] = w_DV @ (np.exp(log_q) - p)
@@ -75,7 +79,8 @@ def exact_draft_loss(name, states, batch):
 
 def loss_and_gradients(name, degrees, training=CFG.training):
   """(total, gradients by the states), and the loss's parts."""
-  sharder, batch = sharder_on(degrees), batch_of(0)
+  sharder = sharder_on(degrees)
+  batch = batch_of(0)
 
   def total(states):
     hidden = Hidden(layers={}, **states)
@@ -135,7 +140,9 @@ def test_losses_that_need_draft_heads():
 
 
 def test_only_one_chunk_of_draft_logits_is_in_memory():
-  num_rows, length, vocab = 8, 64, 4096
+  num_rows = 8
+  length = 64
+  vocab = 4096
 
   def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -162,7 +169,9 @@ def test_only_one_chunk_of_draft_logits_is_in_memory():
 
 @pytest.mark.parametrize("degrees", DEGREES[2:], ids=str)
 def test_acceptance_equals_a_count_by_draft(degrees):
-  states, batch, sharder = draw_states(), batch_of(0), sharder_on(degrees)
+  states = draw_states()
+  batch = batch_of(0)
+  sharder = sharder_on(degrees)
   # Half of the drafts are correct, and some maxima occur twice.
   right = np.random.default_rng(1).random((ROWS, LENGTH, J)) < 0.5
   for b, t, j, s in drafts_of(batch):
@@ -225,7 +234,8 @@ def two_phases(family="llama", **keys):
   """(state before, states after a step of each phase, their metrics)."""
   keys = KEYS | {"decoder_block": family} | keys
   before = jax.device_get(trainer_of(**KEYS | {"decoder_block": family}, **REPLICATED).init_state())
-  states, rows = [before], []
+  states = [before]
+  rows = []
   for seed in range(2):
     state, (row,) = take_steps(trainer_of(**keys), states[-1], [batch_of(seed)])
     states.append(state)
@@ -279,7 +289,8 @@ def test_steps_of_draft_heads_in_a_mixture_are_the_same(mesh, keys):
 
 
 def test_draft_heads_start_as_copies_of_the_head(replicated):
-  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
+  trainer = trainer_of(**KEYS, **REPLICATED)
+  batch = batch_of(0)
   placed = place(trainer, batch)
   inputs = (placed.tokens_BT, placed.segment_BT, placed.position_BT)
 
@@ -311,7 +322,8 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   """Besides the trunk's forward matmuls, it has only those of the heads and the logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
-  state, batch = trainer.abstract_state, trainer.abstract_inputs(trainer.batch_shape)
+  state = trainer.abstract_state
+  batch = trainer.abstract_inputs(trainer.batch_shape)
 
   def forward(state, batch):
     return run_forward(trainer.model, state.params, batch, None, drafts=False)
@@ -319,8 +331,10 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   lowered = (jax.jit(forward).lower(state, batch), trainer.lower_step(0))
   trunk, match = (matmul_flops(parse(step.compile().as_text())).total for step in lowered)
   cfg = trainer.cfg
-  dim, vocab = cfg.model.base_emb_dim, cfg.model.vocab_size
-  head, logits = dim * dim, dim * vocab
+  dim = cfg.model.base_emb_dim
+  vocab = cfg.model.vocab_size
+  head = dim * dim
+  logits = dim * vocab
   # Heads: forward and weight gradient. Logits: forward for the trunk; forward and backward for the
   # drafts.
   macs = J * 2 * head + logits + J * 2 * logits

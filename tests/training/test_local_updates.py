@@ -28,7 +28,9 @@ from maxlite.step.train_step import build_train_step
 from maxlite.training.trainer import build_trainer
 from maxlite.training.transforms.local_updates import OuterOptimizer
 
-RATE, MOMENTUM, PERIOD = 0.5, 0.6, 3
+RATE = 0.5
+MOMENTUM = 0.6
+PERIOD = 3
 DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}
 MOE = {"router_jitter": 0, "load_balance_loss_weight": 0, "gradient_accumulation_steps": 2}
 RUN = {"gradient_accumulation_steps": 1, "ema_decay": 0, "router_jitter": 0, "eval_interval": 3}
@@ -67,7 +69,8 @@ def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
     solo_step = build_train_step(build_gradients(SquaredError()), tx)
     mesh = build_mesh((num_replicas, 1, 1, 1, 1, 1), (1,) * 6, jax.devices()[:num_replicas])
     outer = OuterOptimizer(LocalUpdatesConfig(1, diloco_outer_lr=1, diloco_outer_momentum=0), mesh)
-    step, local = jax.jit(outer.wrap_step(solo_step)), outer.start(state)
+    step = jax.jit(outer.wrap_step(solo_step))
+    local = outer.start(state)
     for batch in batches:
       state, expected = solo_step(state, batch)
       local, metrics = step(local, batch)
@@ -143,7 +146,8 @@ def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(trainer, 
   """Against solo runs on half of the rows, whose own optimizers continue through outer steps."""
   keys = keys_in(runs_folder, **RUN) | mesh_keys("fsdp=8") | {"global_batch_size": ROWS // 2}
   solo = trainer_with_shared_programs(config_of(**keys))
-  state, alone = trainer.init_state(), [solo.init_state() for _ in range(2)]
+  state = trainer.init_state()
+  alone = [solo.init_state() for _ in range(2)]
   start = first = jax.device_get(state.params)
   momentum = jax.tree.map(np.zeros_like, start)
   for n in range(1, 2 * PERIOD + 1):

@@ -10,7 +10,10 @@ import pytest
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import cross_entropy_sums
 
-B, T, D, V = 8, 12, 8, 40
+B = 8
+T = 12
+D = 8
+V = 40
 ONE = {}
 VOCAB_SHARDED = {"tensor": 4, "data": 2}
 TOKENS_SHARDED = {"data": 2, "fsdp": 2, "context": 2}
@@ -25,7 +28,8 @@ def sharder_on(degrees):
 def draw_inputs(num_real=B):
   """(x, w, targets, weights); some weights are 0, and rows from `num_real` on are padding."""
   draw = np.random.default_rng(0)
-  x_BTD, w_DV = draw.standard_normal((B, T, D)), draw.standard_normal((D, V))
+  x_BTD = draw.standard_normal((B, T, D))
+  w_DV = draw.standard_normal((D, V))
   targets_BT = draw.integers(V, size=(B, T))
   weight_BT = draw.uniform(0, 2, (B, T)) * (draw.random((B, T)) < 0.7)
   weight_BT[num_real:] = 0
@@ -63,7 +67,9 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
   ids=str,
 )
 def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
-  sharder, inputs, factors = sharder_on(degrees), draw_inputs(num_real=6), (0.7, 0.3)
+  sharder = sharder_on(degrees)
+  inputs = draw_inputs(num_real=6)
+  factors = (0.7, 0.3)
 
   def loss(x_BTD, w_DV, targets_BT, weight_BT):
     rows = targets_BT, weight_BT
@@ -98,7 +104,9 @@ def test_bfloat16_hidden_states_have_float32_logits():
 
 
 def test_only_one_chunk_of_logits_is_in_memory():
-  num_rows, length, vocab = 8, 64, 4096
+  num_rows = 8
+  length = 64
+  vocab = 4096
   shapes = [((num_rows, length, 8), jnp.float32), ((8, vocab), jnp.float32)]
   shapes += [((num_rows, length), jnp.int32), ((num_rows, length), jnp.float32)]
   sharder = sharder_on(ONE)
@@ -112,7 +120,8 @@ def test_only_one_chunk_of_logits_is_in_memory():
     return compiled.memory_analysis().temp_size_in_bytes
 
   all_logits = num_rows * length * vocab * 4
-  wide, narrow = temporary_bytes(64), temporary_bytes(16)
+  wide = temporary_bytes(64)
+  narrow = temporary_bytes(16)
   assert wide < 5 * all_logits * 64 / (num_rows * length)
   assert narrow < wide / 2 < all_logits / 4
   # Without chunks all logits exist, so the bounds above are meaningful.

@@ -57,8 +57,10 @@ def test_three_steps_equal_those_on_one_device(family, mesh):
 
 
 def test_the_loss_is_the_mean_over_the_tokens_of_all_rows():
-  trainer, batch = trainer_on(REPLICATED, "llama"), uneven_batch(0)
-  placed, before = place(trainer, batch), jax.device_get(trainer.init_state())
+  trainer = trainer_on(REPLICATED, "llama")
+  batch = uneven_batch(0)
+  placed = place(trainer, batch)
+  before = jax.device_get(trainer.init_state())
   _, (row,) = take_steps(trainer, before, [batch])
   logits_BTV = jax.jit(trainer.model.apply)(
     {"params": before.params}, placed.tokens_BT, placed.segment_BT, placed.position_BT

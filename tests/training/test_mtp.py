@@ -64,7 +64,8 @@ def rotate(x_THC):
   frequency_C = 10_000.0 ** (-2 * np.arange(num_channels // 2) / num_channels)
   angle_T1C = np.arange(num_positions)[:, None, None] * frequency_C
   left, right = np.split(x_THC, 2, axis=-1)
-  cos, sin = np.cos(angle_T1C), np.sin(angle_T1C)
+  cos = np.cos(angle_T1C)
+  sin = np.sin(angle_T1C)
   return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
@@ -103,7 +104,8 @@ def reference(params, batch):
 
   DeepSeek-V3 (2024), eq. 21 to 25. The embedding is the first of the two that are concatenated.
   """
-  nll, weight = np.zeros(1 + J), np.zeros(1 + J)
+  nll = np.zeros(1 + J)
+  weight = np.zeros(1 + J)
   layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
   for tokens_T, targets_T, weight_T in documents_of(batch):
     embedding_TD = params["embed"]["embedding"][tokens_T]
@@ -134,7 +136,8 @@ def draw_params(like, seed):
   "degrees", [slow({}), {"data": 2, "context": 2, "tensor": 2}, slow({"context": 4})], ids=str
 )
 def test_loss_and_gradients_equal_the_reference_in_float64(degrees):
-  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
+  trainer = trainer_of(**KEYS, **REPLICATED)
+  batch = batch_of(0)
   sizes = [degrees.get(axis, 1) for axis in MESH_AXES]
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     cfg = dataclasses.replace(trainer.cfg.model, dtype="float64", weight_dtype="float64")
@@ -217,7 +220,8 @@ def test_the_layers_change_no_other_initial_parameter(replicated):
 
 
 def test_evaluation_reports_the_acceptance_of_every_layer():
-  trainer, batch = trainer_of(**KEYS, **REPLICATED), batch_of(0)
+  trainer = trainer_of(**KEYS, **REPLICATED)
+  batch = batch_of(0)
   params = jax.tree.map(np.float32, draw_params(trainer.abstract_state.params, 0))
   sums = compile_eval_step(trainer, np.ones(VOCAB, np.int32))(params, place(trainer, batch))
   lengths = [len(tokens_T) for tokens_T, _, _ in documents_of(batch)]

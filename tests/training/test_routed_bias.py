@@ -97,7 +97,8 @@ def test_no_optimizer_updates_parameters_without_gradient(opt_type):
   params = {"router": jax.tree.map(np.float32, params)}
   cfg = config_of(opt_type=opt_type, adam_weight_decay=0.1, learning_rate_schedule_steps=8)
   tx = build_optimizer(cfg.optimizer, names, cfg.model)
-  state, now = tx.init(params), params
+  state = tx.init(params)
+  now = params
   for _ in range(3):
     gradient = {"kernel": np.float32(draw.normal(size=(8, 4))), "bias": np.zeros(4, np.float32)}
     with jax.numpy_dtype_promotion("standard"):

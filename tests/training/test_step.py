@@ -97,7 +97,8 @@ class Linear(LossFunction):
 
 
 def test_gradients_of_bfloat16_weights_are_accumulated_in_float32():
-  weight, ones = jnp.ones((), jnp.bfloat16), jnp.ones(512)
+  weight = jnp.ones((), jnp.bfloat16)
+  ones = jnp.ones(512)
   gradient, *_ = build_gradients(Linear(), 512)(weight, None, {}, ones, jax.random.key(0))
   assert (gradient.dtype, float(gradient)) == (jnp.bfloat16, 512)
 
@@ -142,7 +143,8 @@ def test_bfloat16_activations_give_nearly_the_same_step():
 
 def test_nonfinite_step_changes_only_the_counters():
   trainer, before = start(**BALANCED)
-  bad, good = with_nan(uneven_batch(0)), uneven_batch(1)
+  bad = with_nan(uneven_batch(0))
+  good = uneven_batch(1)
   after, rows = take_steps(trainer, before, [bad, bad])
   assert not np.isfinite(rows[0]["loss"])
   assert_same_bits((after.params, after.opt_state), (before.params, before.opt_state))
@@ -158,7 +160,8 @@ def test_nonfinite_step_changes_only_the_counters():
 
 def test_skipped_step_leaves_the_moving_average_unchanged():
   trainer, before = start(**BALANCED)
-  bad, good = with_nan(uneven_batch(0)), uneven_batch(1)
+  bad = with_nan(uneven_batch(0))
+  good = uneven_batch(1)
   moved, _ = take_steps(trainer, before, [good])
   assert any(
     (a != b).any() for a, b in zip(*map(jax.tree.leaves, (moved.ema, moved.params)), strict=True)
@@ -192,7 +195,8 @@ def test_the_learning_rate_schedule_counts_updates_not_steps():
 
 def test_router_jitter_differs_between_steps():
   trainer = trainer_of(**MESH, **JITTER)
-  before, batch = first_state(), uneven_batch(0)
+  before = first_state()
+  batch = uneven_batch(0)
   states = (before, before.replace(step=before.step + 1), before)
   losses = [take_steps(trainer, state, [batch])[1][0]["load_balance_loss"] for state in states]
   assert losses[0] == losses[2] != losses[1]

@@ -76,7 +76,8 @@ def same(a, b):
 
 def engines(stream):
   """(engine on one device of this process, engine with two workers)"""
-  made, batch = call_factory(FACTORY), stream[0]
+  made = call_factory(FACTORY)
+  batch = stream[0]
   programs = build_programs(made["members"], made["loss"], made["predict"], batch)
   request = EngineRequest(
     num_members=len(programs),
@@ -92,7 +93,8 @@ def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
   """One dies before its first snapshot, one resumes from its second snapshot."""
   stream = batches()
   alone, engine = engines(stream)
-  state, expected = engine.init(), alone.init()
+  state = engine.init()
+  expected = alone.init()
   for n, batch in enumerate(stream):
     for place in {1: [0], 6: [1]}.get(n, []):
       os.kill(engine._workers[place].process.pid, signal.SIGKILL)

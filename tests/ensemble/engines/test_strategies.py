@@ -91,7 +91,8 @@ def test_members_equal_members_trained_alone(family, strategy, num_devices):
       together(family, strategy, num_devices)
     assert "\n" not in str(error.value)
     return
-  got, want = together(family, strategy, num_devices), alone(family)
+  got = together(family, strategy, num_devices)
+  want = alone(family)
   assert largest_error(got.start, want.start) <= START_TOLERANCE
   assert largest_error(got.losses_SZ, want.losses_SZ) <= TOLERANCE
   assert largest_error(got.end, want.end) <= TOLERANCE
@@ -204,7 +205,8 @@ class Segments(nn.Module):
 @pytest.mark.parametrize("module", [Slots, Segments])
 def test_members_that_index_by_different_sizes(module):
   members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]
-  ensemble, losses = Ensemble(members, loss, devices=jax.devices()[:1]), []
+  ensemble = Ensemble(members, loss, devices=jax.devices()[:1])
+  losses = []
   state = ensemble.init(batch(0))
   assert ensemble.plan.strategy == "fused"
   with jax.numpy_dtype_promotion("standard"):
@@ -227,7 +229,8 @@ class Drawn(nn.Module):
 
 
 def test_interleaved_groups_keep_the_order_of_the_members():
-  normal, uniform = nn.initializers.normal(), nn.initializers.uniform()
+  normal = nn.initializers.normal()
+  uniform = nn.initializers.uniform()
   inits = (normal, uniform, uniform, normal, uniform)
   members = [Member(Drawn(init), optax.sgd(0.1), seed=z) for z, init in enumerate(inits)]
   ensemble = Ensemble(members, loss, predict=predict, strategy="fused", devices=jax.devices()[:1])

@@ -70,7 +70,8 @@ def test_members_with_one_function_and_device_share_a_program():
 
 def test_the_most_expensive_members_are_assigned_first():
   assert assign_lpt([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
-  costs, places = [7, 1, 3, 2, 5, 4], assign_lpt([7, 1, 3, 2, 5, 4], 3)
+  costs = [7, 1, 3, 2, 5, 4]
+  places = assign_lpt([7, 1, 3, 2, 5, 4], 3)
   loads = [sum(c for c, p in zip(costs, places, strict=True) if p == part) for part in range(3)]
   assert max(loads) <= 8
 

@@ -20,12 +20,12 @@ combine_log_probs = jax.jit(
   lambda log_prob_ZTV, weight_Z, how: COMBINATIONS[how](log_prob_ZTV, weight_Z), static_argnums=2
 )
 greedy_weights = jax.jit(ensemble_metrics.greedy_weights, static_argnums=2)
-score_sums, disagreement_sums = (
-  jax.jit(ensemble_metrics.score_sums),
-  jax.jit(ensemble_metrics.disagreement_sums),
-)
+score_sums = jax.jit(ensemble_metrics.score_sums)
+disagreement_sums = jax.jit(ensemble_metrics.disagreement_sums)
 
-Z, T, V = 4, 50, 7
+Z = 4
+T = 50
+V = 7
 
 
 def softmax64(logits):
@@ -101,7 +101,8 @@ def greedy64(prob_ZT, weight_T, num_rounds):
   def loss(chosen):
     return -np.sum(weight_T * np.log(np.mean(prob_ZT[chosen], axis=0)))
 
-  chosen, path = [], []
+  chosen = []
+  path = []
   for _ in range(num_rounds):
     chosen = min(([*chosen, z] for z in range(len(prob_ZT))), key=loss)
     path.append(chosen)
@@ -149,11 +150,15 @@ def test_greedy_ignores_padding_and_diverged_members(members):
 
 
 def test_scores_agree_with_float64(members):
-  log_prob_TV, target_T, weight_T = members[0][0], members[1], members[2]
+  log_prob_TV = members[0][0]
+  target_T = members[1]
+  weight_T = members[2]
   found = mean_scores(score_sums(log_prob_TV, target_T, weight_T), num_bytes=60)
   kept = np.asarray(weight_T) > 0
-  prob, target = np.exp(np.asarray(log_prob_TV, np.float64))[kept], np.asarray(target_T)[kept]
-  confidence, correct = prob.max(axis=-1), prob.argmax(axis=-1) == target
+  prob = np.exp(np.asarray(log_prob_TV, np.float64))[kept]
+  target = np.asarray(target_T)[kept]
+  confidence = prob.max(axis=-1)
+  correct = prob.argmax(axis=-1) == target
   nll = -np.log(prob[np.arange(len(target)), target])
   ece = 0.0
   for low in np.arange(NUM_BINS) / NUM_BINS:

@@ -93,7 +93,8 @@ def test_combinations_are_a_separate_table():
 def test_cells_are_shown_verbatim():
   overrides = {"remat_saved_names": ("bold", "moe_rows"), "prompt": "two words"}
   entries = [dataclasses.replace(ENTRIES[0], name="a|[red]", overrides=overrides), ENTRIES[1]]
-  table, markdown = printed(entries, 300), leaderboard_markdown(entries, {})
+  table = printed(entries, 300)
+  markdown = leaderboard_markdown(entries, {})
   assert "a|[red]" in table
   assert "a\\|[red]" in markdown
   for text in (table, markdown):
@@ -104,7 +105,8 @@ def test_cells_are_shown_verbatim():
 def test_long_overrides_are_shown_in_several_lines(width):
   long = {f"a_rather_long_key_number_{i}": i for i in range(6)} | {"phases": "x" * 99}
   entries = [dataclasses.replace(ENTRIES[0], overrides=long), ENTRIES[1]]
-  table, markdown = printed(entries, width), leaderboard_markdown(entries, {})
+  table = printed(entries, width)
+  markdown = leaderboard_markdown(entries, {})
   assert table.count("overrides") == 1
   assert 20 < table.count("x") < 41  # of the long value
   assert all(f"{key}={value}" in markdown for key, value in long.items())

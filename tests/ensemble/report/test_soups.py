@@ -103,7 +103,8 @@ def params_of(folder):
 
 
 def test_members_start_from_the_loaded_parameters(trained):
-  first, still = params_of(WEIGHTS), params_of(trained / "members" / "still")
+  first = params_of(WEIGHTS)
+  still = params_of(trained / "members" / "still")
   jax.tree.map(np.testing.assert_array_equal, still, first)
 
 

@@ -67,7 +67,8 @@ def entries_of(folder):
 
 def assert_equal_rows(folder, other, names, rtol, num_steps=4):
   for name in names:
-    rows, expected = rows_of(folder, name), rows_of(other, name)
+    rows = rows_of(folder, name)
+    expected = rows_of(other, name)
     steps = list(range(1, num_steps + 1))
     assert [row["step"] for row in rows] == [row["step"] for row in expected] == steps
     for row, there in zip(rows, expected, strict=True):

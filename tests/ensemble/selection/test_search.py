@@ -36,7 +36,8 @@ def error_of(point):
 
 def rounds_of(parsed, loss=error_of):
   """The points of all rounds."""
-  study, rounds = Study(parsed), []
+  study = Study(parsed)
+  rounds = []
   for _ in range(parsed.rounds):
     rounds.append(study.propose())
     study.tell([loss(point) for point in rounds[-1]])
@@ -92,7 +93,8 @@ def start(folder, output=None, text=SEARCH):
 
 @pytest.mark.slow
 def test_a_search_is_resumed_in_its_round_and_ends_in_one_leaderboard(root, capsys):
-  whole, killed = root / "search", root / "killed_search"
+  whole = root / "search"
+  killed = root / "killed_search"
   assert start(whole)[0] == 0
   names = [f"r{number:02d}_m{n:02d}" for number in range(2) for n in range(2)]
   board = (whole / "ens/leaderboard.md").read_text()

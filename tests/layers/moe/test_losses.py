@@ -11,7 +11,9 @@ from maxlite.config.schema import DEFAULTS, KEYS, MoeConfig, build
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.layers.moe.router import Router, RouterSums
 
-NUM_TOKENS, NUM_ROWS, NUM_EXPERTS = 60.0, 5.0, 4
+NUM_TOKENS = 60.0
+NUM_ROWS = 5.0
+NUM_EXPERTS = 4
 
 
 def cfg_of(num_chosen=1, scope="batch"):
@@ -35,7 +37,9 @@ def layers(*shares_and_probabilities, num_chosen=1, z=0.0, balance=0.0):
   )
 
 
-EVEN, ONE, TWO = [0.25] * 4, [0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]
+EVEN = [0.25] * 4
+ONE = [0.0, 1.0, 0.0, 0.0]
+TWO = [0.5, 0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ from maxlite.layers.moe import receive_buffer
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.moe.router import RouterSums
 
-NUM_SEQS, NUM_POSITIONS, DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 8, 6, 8, 4, 8, 3
+NUM_SEQS = 8
+NUM_POSITIONS = 6
+DIM = 8
+HIDDEN = 4
+NUM_EXPERTS = 8
+NUM_CHOSEN = 3
 SEGMENT_BT = np.array(
   [[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0], [1, 2, 3, 3, 0, 0], [1] * 6] * 2, np.int32
 )
@@ -222,7 +227,8 @@ def test_ungated_experts_and_initial_weights(sharders):
 def drop_by_capacity(params, x_BTD, capacity_factor):
   """(y_BTD with a limited number of tokens per expert and row, earlier first; number dropped)"""
   num_slots = int(np.ceil(capacity_factor * NUM_POSITIONS * NUM_CHOSEN / NUM_EXPERTS))
-  y_BTD, num_dropped = np.zeros_like(x_BTD), 0
+  y_BTD = np.zeros_like(x_BTD)
+  num_dropped = 0
   for b, t in np.argwhere(SEGMENT_BT > 0):
     if t == 0 or not (SEGMENT_BT[b, :t] > 0).any():
       served_E = np.zeros(NUM_EXPERTS, int)
@@ -233,7 +239,8 @@ def drop_by_capacity(params, x_BTD, capacity_factor):
       if served_E[e] > num_slots:
         num_dropped += 1
         continue
-      gate_F, up_F = x_BTD[b, t] @ params["wi_0"][e], x_BTD[b, t] @ params["wi_1"][e]
+      gate_F = x_BTD[b, t] @ params["wi_0"][e]
+      up_F = x_BTD[b, t] @ params["wi_1"][e]
       h_F = gate_F / (1 + np.exp(-gate_F)) * up_F
       y_BTD[b, t] += p_E[e] / p_E[best_K].sum() * h_F @ params["wo"][e]
   return y_BTD, num_dropped
@@ -287,7 +294,8 @@ def test_shared_experts_process_every_token(build_sharder):
     with_shared = output(params | {"shared_experts": shared}, shared_experts=2)
     without = output(params)
   gate_BTF, up_BTF = (x_BTD @ shared[name]["kernel"] for name in ("wi_0", "wi_1"))
-  gate_BTF, up_BTF = np.minimum(gate_BTF, 0.5), np.clip(up_BTF, -0.5, 0.5)
+  gate_BTF = np.minimum(gate_BTF, 0.5)
+  up_BTF = np.clip(up_BTF, -0.5, 0.5)
   want_BTD = gate_BTF / (1 + np.exp(-gate_BTF)) * up_BTF @ shared["wo"]["kernel"]
   np.testing.assert_allclose(with_shared - without, want_BTD, atol=1e-12)
 

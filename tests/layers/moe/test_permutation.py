@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
 
-NUM_TOKENS, NUM_CHOSEN, NUM_EXPERTS, DIM = 12, 2, 5, 3
+NUM_TOKENS = 12
+NUM_CHOSEN = 2
+NUM_EXPERTS = 5
+DIM = 3
 NUM_ROWS = NUM_TOKENS * NUM_CHOSEN
 MASKED = NUM_EXPERTS
 ROUTINGS = {
@@ -74,7 +77,9 @@ def test_values_and_gradients_equal_plain_indexing(routing, num_rows):
   order = sorted_assignments(expert_A)
   with jax.enable_x64(True):
     permutation, _ = permutation_of(expert_A, num_rows)
-    x_TD, y_MD, weight_TK = draw((NUM_TOKENS, DIM), 0), draw((num_rows, DIM), 1), draw((12, 2), 2)
+    x_TD = draw((NUM_TOKENS, DIM), 0)
+    y_MD = draw((num_rows, DIM), 1)
+    weight_TK = draw((12, 2), 2)
     x_MD, pull_back = jax.vjp(lambda x: permute(x, permutation), x_TD)
     plain_x_MD, plain_pull_back = jax.vjp(lambda x: plain_permute(x, expert_A, num_rows), x_TD)
     np.testing.assert_array_equal(x_MD[: order.size], plain_x_MD[: order.size])

@@ -13,7 +13,11 @@ from maxlite.config.registry import PLAIN_ROUTERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import ROUTERS, Router
 
-NUM_EXPERTS, NUM_CHOSEN, NUM_GROUPS, NUM_KEPT, DIM = 12, 3, 4, 2, 5
+NUM_EXPERTS = 12
+NUM_CHOSEN = 3
+NUM_GROUPS = 4
+NUM_KEPT = 2
+DIM = 5
 SEGMENT_BT = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0], [1] * 6, [0] * 6], np.int32)
 REAL_BT = SEGMENT_BT > 0
 CFG = build(
@@ -33,7 +37,8 @@ def draw(shape, seed):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-X_BTD, KERNEL_DE = draw((*SEGMENT_BT.shape, DIM), 0), draw((DIM, NUM_EXPERTS), 1)
+X_BTD = draw((*SEGMENT_BT.shape, DIM), 0)
+KERNEL_DE = draw((DIM, NUM_EXPERTS), 1)
 BIAS_E = 0.3 * draw(NUM_EXPERTS, 2)
 
 
@@ -140,7 +145,8 @@ def test_the_bias_affects_the_choice_but_not_the_weights(router):
 
 @every_router
 def test_the_scaling_factor_scales_only_the_weights(router):
-  plain, scaled = route(router=router), route(router=router, routed_scaling_factor=16.0)
+  plain = route(router=router)
+  scaled = route(router=router, routed_scaling_factor=16.0)
   np.testing.assert_array_equal(scaled.weight_BTK, 16 * plain.weight_BTK)
   jax.tree.map(np.testing.assert_array_equal, scaled.sums, plain.sums)
 
@@ -217,7 +223,8 @@ def test_the_initial_bias_is_zero_and_float32_for_any_weight_type():
   params = jax.eval_shape(router.init, jax.random.key(0), X_BTD, SEGMENT_BT)["params"]
   types = {name: leaf.value.dtype for name, leaf in params.items()}
   assert types == {"kernel": jnp.bfloat16, "bias": jnp.float32}
-  plain, zero = route(), route(bias_E=np.zeros(NUM_EXPERTS, np.float32))
+  plain = route()
+  zero = route(bias_E=np.zeros(NUM_EXPERTS, np.float32))
   jax.tree.map(np.testing.assert_array_equal, zero, plain)
 
 
@@ -226,7 +233,8 @@ def test_sums_exclude_padding(router):
   sums = route(router=router).sums
   p_TE, expert_TK, _ = expected(router)
   shape = (*REAL_BT.shape, -1)
-  p_BTE, expert_BTK = p_TE.reshape(shape), expert_TK.reshape(shape)
+  p_BTE = p_TE.reshape(shape)
+  expert_BTK = expert_TK.reshape(shape)
   z_T = np.log(np.exp(X_BTD[REAL_BT] @ KERNEL_DE).sum(-1)) ** 2
   count_BE = [
     np.bincount(expert_BTK[b][REAL_BT[b]].ravel(), minlength=NUM_EXPERTS) for b in range(4)
@@ -262,7 +270,8 @@ def test_random_routing_is_even_and_has_gradients(router):
   x_BTD = draw((2, NUM_EXPERTS, DIM), 3)
   segment_BT = np.ones((2, NUM_EXPERTS), np.int32)
   even = functools.partial(route, segment_BT=segment_BT, router=router, use_random_routing=True)
-  got, other = even(x_BTD), even(draw(x_BTD.shape, 4))
+  got = even(x_BTD)
+  other = even(draw(x_BTD.shape, 4))
   assert set(np.asarray(got.sums.count_E)) == {num_tokens * NUM_CHOSEN / NUM_EXPERTS}
   expert_TK = np.asarray(got.expert_BTK).reshape(num_tokens, NUM_CHOSEN)
   assert all(len(set(experts)) == NUM_CHOSEN for experts in expert_TK)
@@ -297,7 +306,8 @@ def test_routes_in_the_input_s_type_without_float32_gate_logits():
 
 
 def test_jitter_requires_an_rng():
-  plain, noisy = route(), route(router_jitter=0.1, rng=0)
+  plain = route()
+  noisy = route(router_jitter=0.1, rng=0)
   jax.tree.map(np.testing.assert_array_equal, route(router_jitter=0.1), plain)
   jax.tree.map(np.testing.assert_array_equal, route(router_jitter=0.0, rng=0), plain)
   moved = np.abs(noisy.sums.prob_E - plain.sums.prob_E)
