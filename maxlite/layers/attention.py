@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
-from maxlite.layers.keys_values import KeysValues
+from maxlite.layers.keys_values import CachedKeysValues, KeysValues, RowKeysValues
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
@@ -118,7 +118,7 @@ class Attention(nn.Module):
     # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
     cached_positions = window.size if window.is_local is None else 0
     cache.store_prefill(self, segment_BT, cached_positions, key=k_BTGC, value=v_BTGC)
-    return KeysValues(k_BTGC, v_BTGC)
+    return RowKeysValues(k_BTGC, v_BTGC)
 
   def _update_cache(
     self,
@@ -126,14 +126,14 @@ class Attention(nn.Module):
     v_BTGC: jax.Array,
     segment_BT: jax.Array,
     window: _Window,
-  ) -> KeysValues:
+  ) -> CachedKeysValues:
     """The blocks of the cache, with new positions."""
     limit: int | jax.Array = window.size
     if window.is_local is not None:
       limit = jnp.where(window.is_local, window.size, jnp.iinfo(jnp.int32).max)
     entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)
     k_blocks, v_blocks = entries
-    return KeysValues(k_blocks, v_blocks, masks)
+    return CachedKeysValues(k_blocks, v_blocks, masks)
 
   def _attend(
     self,
@@ -144,11 +144,11 @@ class Attention(nn.Module):
     sink_H: jax.Array | None,
   ) -> jax.Array:
     """o_BTHC of the queries to positions of whole rows, or to those in a cache."""
-    if keys_values.masks is not None:
+    if isinstance(keys_values, CachedKeysValues):
       return cached.attention(
         q_BTHC,
-        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.k],
-        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.v],
+        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.k_blocks],
+        [self.sharder.constrain(block, _CACHE_NAMES) for block in keys_values.v_blocks],
         keys_values.masks,
         scale=self._score_scale(),
         soft_cap=self.cfg.attn_logits_soft_cap,
@@ -158,8 +158,8 @@ class Attention(nn.Module):
       self.cfg,
       self.sharder,
       q_BTHC,
-      keys_values.k,
-      keys_values.v,
+      keys_values.k_BTGC,
+      keys_values.v_BTGC,
       segment_BT,
       scale=self._score_scale(),
       soft_cap=self.cfg.attn_logits_soft_cap,

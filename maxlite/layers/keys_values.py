@@ -1,6 +1,6 @@
 """The keys and values of a layer, to which other layers may attend too."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -8,12 +8,22 @@ from maxlite.kernels.attention.cached import BlockMask
 from maxlite.layers.cache import Blocks
 
 
-class KeysValues(NamedTuple):
-  """What queries attend to: all positions of their rows, or the blocks of a cache."""
+class RowKeysValues(NamedTuple):
+  """Keys and values of all positions of the rows."""
 
-  k: jax.Array | Blocks  # k_BTGC of rows, or blocks k_BGSC.
-  v: jax.Array | Blocks
-  masks: list[BlockMask] | None = None  # Of each block; None: whole rows.
+  k_BTGC: jax.Array
+  v_BTGC: jax.Array
+
+
+class CachedKeysValues(NamedTuple):
+  """The blocks of a cache."""
+
+  k_blocks: Blocks
+  v_blocks: Blocks
+  masks: list[BlockMask]  # Of each block.
+
+
+KeysValues = RowKeysValues | CachedKeysValues  # What the queries of a layer attend to.
 
 
 class SharedKeysValues(NamedTuple):
@@ -29,6 +39,6 @@ class SharedKeysValues(NamedTuple):
     return self.global_layer
 
 
-def last_of_stack(stacked: Any) -> Any:
-  """The last element, along the leading axis, of everything in a stack of layers' outputs."""
+def last_of_stack(stacked: SharedKeysValues | None) -> SharedKeysValues | None:
+  """The last element, along the leading axis, of the keys and values of a stack of layers."""
   return jax.tree.map(lambda leaf: leaf[-1], stacked)

@@ -138,7 +138,7 @@ class Decoder(nn.Module):
     sums = self._by_layer(outputs.sums)
     if first_shared < num_layers:
       inputs = self._inputs(slice(first_shared, None), step, per_layer_NBTP)
-      shared = outputs.keys_values
+      shared = outputs.shared
       x_BTD, outputs = self._run(self.kv_shared_layers, x_BTD, segment_BT, rope, inputs, shared)
       sums = jax.tree.map(_concatenate, sums, self._by_layer(outputs.sums))
     x_BTD = self.final_norm(x_BTD)
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
     """
     if isinstance(stack, nn.Module):
       x_BTD, outputs = stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, inputs), shared)
-      return x_BTD, outputs._replace(keys_values=last_of_stack(outputs.keys_values))
+      return x_BTD, outputs._replace(shared=last_of_stack(outputs.shared))
     sums_by_layer = []
     for i, layer in enumerate(stack):
       x_BTD, outputs = layer(x_BTD, segment_BT, rope, inputs.of_layer(i), shared)

@@ -25,8 +25,7 @@ from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
 LAYER_SCALE = "layer_scale"  # the only parameter that no loss changes
-# Whether a layer attends locally, or for each of several layers; None: no layer does.
-IsLocal = bool | list[bool] | np.ndarray | jax.Array | None
+IsLocal = bool | jax.Array | None  # Whether a layer attends locally; None: no layer does.
 LayerSums = dict[str, RouterSums]  # {"moe": sums} of a mixture, else empty.
 
 
@@ -41,28 +40,37 @@ class Rope(NamedTuple):
 class LayerInputs(NamedTuple):
   """What differs between layers; of a stack or a unit, with a leading axis of its layers."""
 
-  is_local: IsLocal = None  # May be traced; None if the family has no local layers.
+  is_local: IsLocal | list[bool] | np.ndarray = None  # None if the family has no local layers.
   per_layer_BTP: jax.Array | None = None  # The layer's embedding of each token (PerLayerEmbed).
 
   def of_layer(self, i: int) -> "LayerInputs":
     """Those of element `i` of the leading axis."""
-    is_local = None
-    if self.is_local is not None:
+    is_local: IsLocal | list[bool] = None
+    if isinstance(self.is_local, np.ndarray):  # Known while the layer is traced.
+      is_local = self.is_local[i].tolist()
+    elif isinstance(self.is_local, list | jax.Array):
       is_local = self.is_local[i]
-    if isinstance(is_local, np.ndarray | np.bool_):  # Known while the layer is traced.
-      is_local = is_local.tolist()
     per_layer_BTP = None
     if self.per_layer_BTP is not None:
       per_layer_BTP = self.per_layer_BTP[i]
     return LayerInputs(is_local, per_layer_BTP)
+
+  def is_layer_local(self) -> IsLocal:
+    """`is_local` of one layer."""
+    assert not isinstance(self.is_local, list | np.ndarray), self.is_local
+    return self.is_local
+
+
+NO_INPUTS = LayerInputs()
 
 
 class LayerOutputs(NamedTuple):
   """What a layer or a unit of layers returns besides y_BTD."""
 
   sums: LayerSums
-  # Of a layer, or of the last local and the global layer of a unit, if later layers read them.
-  keys_values: KeysValues | SharedKeysValues | None = None
+  # If later layers read them, those of a layer; of a unit those of its last local and global layer.
+  keys_values: KeysValues | None = None
+  shared: SharedKeysValues | None = None
 
 
 def build_rope(position_BT: jax.Array, cfg: ModelConfig) -> Rope:
@@ -132,7 +140,7 @@ class DecoderLayer(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    inputs: LayerInputs,
+    inputs: LayerInputs = NO_INPUTS,
     keys_values: KeysValues | None = None,
   ) -> tuple[jax.Array, LayerOutputs]:
     """Compute the layer.
@@ -142,7 +150,9 @@ class DecoderLayer(nn.Module):
       keys_values: those of another layer, to which this one attends; None: it has its own.
     """
     normed_BTD = self._pre_norm("attention_norm", x_BTD)
-    is_local = inputs.is_local if self.is_local is None else self.is_local
+    is_local: IsLocal = self.is_local
+    if is_local is None:
+      is_local = inputs.is_layer_local()
     y_BTD, keys_values = self._mix(normed_BTD, segment_BT, rope, is_local, keys_values)
     x_BTD += self._update("attention_post_norm", y_BTD)
     x_BTD, sums = self._feed_forward(x_BTD, segment_BT)
@@ -245,7 +255,7 @@ class LayerUnit(nn.Module):
     x_BTD: jax.Array,
     segment_BT: jax.Array,
     rope: Rope,
-    inputs: LayerInputs,
+    inputs: LayerInputs = NO_INPUTS,
     shared: SharedKeysValues | None = None,
   ) -> tuple[jax.Array, LayerOutputs]:
     """Compute the layers.
@@ -260,16 +270,16 @@ class LayerUnit(nn.Module):
       layer = self._layer(kind, reads_kv=shared is not None)
       read = None
       if shared is not None:
-        read = shared.of_layer(kind.is_local)
+        read = shared.of_layer(bool(kind.is_local))
       x_BTD, outputs = layer(x_BTD, segment_BT, rope, inputs.of_layer(i), read)
       if kind.is_moe:
         sums_by_layer.append(outputs.sums)
       if outputs.keys_values is not None:
-        keys_values[kind.is_local] = outputs.keys_values
+        keys_values[bool(kind.is_local)] = outputs.keys_values
     last = None
     if keys_values and shared is None:
-      last = SharedKeysValues(keys_values.get(True), keys_values[False])
-    return x_BTD, LayerOutputs(_stack_of_unit(sums_by_layer), last)
+      last = SharedKeysValues(local_layer=keys_values[True], global_layer=keys_values[False])
+    return x_BTD, LayerOutputs(_stack_of_unit(sums_by_layer), shared=last)
 
   def _layer(self, kind: LayerKind, *, reads_kv: bool) -> nn.Module:
     cfg = self.cfg.of_layer(kind, reads_kv=reads_kv)

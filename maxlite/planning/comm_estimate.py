@@ -366,6 +366,7 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
 def _gather_keys(step: _Step) -> None:
   """Add the all-gathers of keys and values over sharded positions, and their gradients' sums."""
   model = step.model
+  channels: float
   if model.family.latent_attention:
     mla = model.mla
     channels_per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim

@@ -80,8 +80,8 @@ def test_layers_run_in_order(plan):
   for moe, place, row in PLANS[plan]:
     layer = functools.reduce(lambda tree, name: tree[name], place.split("/"), params)
     layer = jax.tree.map(lambda leaf, row=row: leaf[row], layer)
-    x_BTD, sums = block(moe)({"params": layer}, x_BTD, ROWS[0], rope)
-    every += [sums] if moe else []
+    x_BTD, outputs = block(moe)({"params": layer}, x_BTD, ROWS[0], rope)
+    every += [outputs.sums] if moe else []
   norm = RMSNorm(model.cfg.normalization_layer_epsilon, jnp.float32)
   expected_BTD = norm.apply({"params": params["final_norm"]}, x_BTD)
   got_BTD, got = hidden(model, params)

@@ -51,6 +51,12 @@ def router(cfg: Config) -> Violations:
   is_grouped = moe.router in GROUP_ROUTERS
   if is_grouped:
     yield from _groups(cfg)
+  num_per_unit = sum(kind.is_moe for kind in cfg.model.layer_unit)
+  if moe.routed_bias and num_per_unit > 1:
+    yield Violation(
+      ["routed_bias", "decoder_block"],
+      f"its update has no rule for units of {num_per_unit} MoE layers; write routed_bias=false",
+    )
   if moe.router == "softmax_topk" and not moe.norm_topk_prob:
     yield Violation(
       ["norm_topk_prob", "router"],

@@ -98,16 +98,15 @@ def _global_sizes(hf: ConfigJson, interval: int) -> tuple[int, int]:
     UserError: global layers differ, or local ones from the other keys.
   """
   by_layer = hf.get("per_layer_config")
+  head_dim: Json = _DEFAULT_GLOBAL_HEAD_DIM
+  if "global_head_dim" in hf:
+    head_dim = hf["global_head_dim"]
+  num_kv_heads: Json = hf.get("num_global_key_value_heads")
+  if num_kv_heads is None or not hf["attention_k_eq_v"]:
+    num_kv_heads = hf["num_key_value_heads"]
   if by_layer is None:
-    num_kv_heads = hf.get("num_global_key_value_heads")
-    if num_kv_heads is None or not hf["attention_k_eq_v"]:
-      num_kv_heads = hf["num_key_value_heads"]
-    head_dim = _DEFAULT_GLOBAL_HEAD_DIM
-    if "global_head_dim" in hf:
-      head_dim = hf["global_head_dim"]
     return head_dim, num_kv_heads
-  hf.get("global_head_dim")  # transformers does not read them beside per_layer_config
-  hf.get("num_global_key_value_heads")
+  # transformers does not read the other keys beside per_layer_config.
   of_global = dict(by_layer.get(str(interval - 1), {}))
   expected = {}
   if of_global:
