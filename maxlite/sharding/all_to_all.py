@@ -60,15 +60,17 @@ def plan_dispatch(
   *,
   num_sent: int,
   num_received: int,
+  limit: int | None = None,
   may_drop: bool = True,
 ) -> DispatchPlan:
   """The plan for rows sorted by expert; this shard has `counts_E` rows per expert.
 
-  Rows in excess of a buffer's `num_received` rows are dropped, from the largest experts first.
+  Rows in excess of `limit`, by default the `num_received` rows of a buffer, are dropped, from the
+  largest experts first.
   Without `may_drop`, the buffer must have room for every possible load.
   """
   counts_PE = jax.lax.all_gather(counts_E, mesh_axes)
-  kept_PE = _bounded(counts_PE, num_received)
+  kept_PE = _bounded(counts_PE, num_received if limit is None else limit)
   num_shards = counts_PE.shape[0]
   # First row of every chunk, in the sender's buffer and in the receiver's.
   sent_PE = _exclusive_cumsum(counts_PE, axis=1)
@@ -231,8 +233,8 @@ def _source_rows(
   return jnp.min(source_Mc, axis=1)  # at most one chunk fills a row
 
 
-def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
-  """The counts, reduced so that no shard receives more than `num_received` rows.
+def _bounded(counts_PE: jax.Array, limit: int) -> jax.Array:
+  """The counts, reduced so that no shard receives more than `limit` rows.
 
   All experts of a full shard get the largest common limit that fits; earlier senders come first.
   """
@@ -241,7 +243,7 @@ def _bounded(counts_PE: jax.Array, num_received: int) -> jax.Array:
   ascending_Pe = jnp.sort(per_shard_Pe, axis=1)
   num_larger_e = jnp.arange(ascending_Pe.shape[1], 0, -1, dtype=counts_PE.dtype)
   # If the i smallest are complete and the others share the rest evenly, the buffer is full.
-  limit_Pe = (num_received - _exclusive_cumsum(ascending_Pe, axis=1)) // num_larger_e[None]
+  limit_Pe = (limit - _exclusive_cumsum(ascending_Pe, axis=1)) // num_larger_e[None]
   limit_P1 = jnp.max(limit_Pe, axis=1, keepdims=True)
   limit_E = jnp.broadcast_to(limit_P1, ascending_Pe.shape).reshape(-1)
   return jnp.clip(limit_E[None] - _exclusive_cumsum(counts_PE, axis=0), 0, counts_PE)

@@ -187,11 +187,9 @@ class ReplayPrograms:
 
   def step(self, state: TrainState, inputs: StepInputs) -> StepResult:
     """Take a step with bounded buffers, then confirm the step before it."""
-    flag: Mapping[str, PyTree]
+    flag: Mapping[str, PyTree] = self._not_discarded()
     if self._unconfirmed:
       flag = {DISCARDED: self._unconfirmed[-1].is_discarded}
-    else:
-      flag = self._not_discarded()
     state, metrics = self._bounded.step(state, _with_flag(inputs, flag))
     self._compile_worst_case()  # after the bounded step, which is needed first
     is_discarded = metrics.pop(DISCARDED)
@@ -269,7 +267,7 @@ class ReplayPrograms:
 
 
 def _with_flag(inputs: StepInputs, flag: Mapping[str, PyTree]) -> StepInputs:
-  return inputs.replace(extra={**inputs.extra, **flag})
+  return dataclasses.replace(inputs, extra={**inputs.extra, **flag})
 
 
 def _describe_required(factor: float) -> str:

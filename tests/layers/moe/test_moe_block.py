@@ -260,6 +260,7 @@ def test_capacity_drops_the_excess_and_reports_it(build_sharder):
 def test_a_bounded_buffer_drops_whole_rows_and_reports_them(build_sharder, expected, monkeypatch):
   """A token loses the outputs of some of its experts; gradients are those of the remaining ones."""
   monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
+  monkeypatch.setattr(receive_buffer, "NUM_SPARE_ROWS", 0)
   params, x_BTD, cotangents = make_case("hot")
   sharder = build_sharder({"expert": 4})
   with jax.enable_x64(True):
@@ -303,6 +304,7 @@ def test_shared_experts_process_every_token(build_sharder):
 def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, expected, monkeypatch):
   """For all factors, whatever the size of its buffers."""
   monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
+  monkeypatch.setattr(receive_buffer, "NUM_SPARE_ROWS", 0)
   params, x_BTD, _ = make_case("hot")
   keys = {"ragged_buffer_factor": 0.6}
   with jax.enable_x64(True):

@@ -16,7 +16,7 @@ from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.permutation import permute, permute_weights, sort_by_expert, unpermute
 from maxlite.layers.moe.receive_buffer import (
   BUFFER_FACTORS,
-  buffer_rows,
+  choose_buffer,
   overfull_by_factor,
   worst_case_rows,
 )
@@ -55,30 +55,32 @@ def _apply_shard(
     return unpermute(y_AD, order), _no_counts(experts, counts_E)
   num_tokens, width = x_TD.shape
   x_T = x_TD.reshape((num_tokens, *all_to_all.row_shape(width)))
+  num_assignments = expert_TK.size  # also the number of rows of an even load
   num_chosen = expert_TK.shape[1]
   num_shards = experts.sharder.num_shards("exp")
-  num_received = buffer_rows(experts.cfg, num_tokens, num_chosen, num_shards)
   worst_case = worst_case_rows(experts.cfg, num_tokens, num_chosen, num_shards)
-  plan = _plan_exchange(experts, counts_E, expert_TK.size, num_received)
+  plan = _plan_exchange(experts, counts_E, num_assignments, worst_case)
   x_M = checkpoint_name(all_to_all.dispatch(permute(x_T, order), plan), "moe_rows")
   weight_M = all_to_all.dispatch(weight_A, plan)
   y_M = experts(x_M, weight_M, weights, plan.group_sizes_e, worst_case)
   y_T = unpermute(all_to_all.combine(y_M, plan), order)
-  return y_T.reshape(x_TD.shape), _count(experts, plan, even_load=expert_TK.size)
+  return y_T.reshape(x_TD.shape), _count(experts, plan, num_assignments, worst_case)
 
 
 def _plan_exchange(
   experts: ExpertMlp,
   counts_E: jax.Array,
-  num_sent: int,
-  num_received: int,
+  num_assignments: int,
+  worst_case: int,
 ) -> all_to_all.DispatchPlan:
   """The plan of the ragged all-to-all, by this shard's number of assignments to each expert."""
+  buffer = choose_buffer(experts.cfg, num_assignments, worst_case)
   plan = all_to_all.plan_dispatch(
     counts_E,
     experts.sharder.mesh_axes("exp"),
-    num_sent=num_sent,
-    num_received=num_received,
+    num_sent=num_assignments,
+    num_received=buffer.num_rows,
+    limit=buffer.limit,
     may_drop=experts.cfg.drops_overflow,
   )
   return jax.tree.map(lambda x: checkpoint_name(x, "moe_route"), plan)
@@ -96,11 +98,12 @@ def _count(
   experts: ExpertMlp,
   plan: all_to_all.DispatchPlan,
   even_load: int,
+  worst_case: int,
 ) -> DispatchCounts:
   """The counts of this shard: as a sender those dropped, as a receiver the rows it needs."""
   overfull_F = None
   if experts.cfg.has_bounded_buffer:
-    overfull_F = overfull_by_factor(plan.num_needed, even_load)
+    overfull_F = overfull_by_factor(plan.num_needed, even_load, worst_case)
   return DispatchCounts(plan.num_dropped, overfull_F)
 
 
