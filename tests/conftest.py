@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -26,9 +28,35 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
 
 pytest_plugins = ("object_store", "run_fixtures")
 MAPPINGS = Path("/proc/self/maps")
+
+# The folder of compiled programs, which the processes of one run of pytest share: the first process
+# creates it, or whoever starts several runs. Tests never see programs of an earlier run.
+PROGRAMS = "MAXLITE_TEST_PROGRAMS"
+creates_programs = PROGRAMS not in os.environ
+if creates_programs:
+  os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="maxlite_programs_")
+jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+
+
+def put(cache: LRUCache, key: str, value: bytes) -> None:
+  """Writes an entry of the cache of programs whole; JAX writes it in place, while others read."""
+  part = Path(str(cache.path), f"{key}.{os.getpid()}")
+  part.write_bytes(value)
+  part.replace(part.with_name(f"{key}-cache"))
+
+
+LRUCache.put = put
+
+
+def pytest_unconfigure() -> None:
+  """Removes the compiled programs at the end of the run."""
+  if creates_programs:
+    shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

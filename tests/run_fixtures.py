@@ -8,18 +8,12 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="session")
-def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """A folder for compiled programs: one per worker, since JAX writes entries in place."""
-  return tmp_path_factory.mktemp("jax_cache")
-
-
 @pytest.fixture(scope="module")
-def fast_programs(program_cache: Path) -> Iterator[None]:
-  """Compiles programs of this module with few optimizations, or loads them."""
+def fast_programs() -> Iterator[None]:
+  """Compiles programs of this module with few optimizations."""
   from tiny import fast_compilation
 
-  with fast_compilation(program_cache):
+  with fast_compilation():
     yield
 
 
@@ -29,14 +23,14 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(runs_folder: Path, program_cache: Path) -> tuple[Path, str]:
+def finished(runs_folder: Path) -> tuple[Path, str]:
   """(folder, output) of an uninterrupted run; tests must not modify it."""
   # Imported here, since most tests need no run.
   from tiny import fast_compilation
   from tiny_run import start
 
   folder = runs_folder / "finished"
-  with fast_compilation(program_cache):
+  with fast_compilation():
     code, output = start(folder, plots=True)
   assert code == 0
   return folder, output

@@ -3,11 +3,9 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
@@ -77,23 +75,13 @@ def uneven_batch(seed: int) -> Batch:
 
 
 @contextlib.contextmanager
-def fast_compilation(cache: Path) -> Iterator[None]:
-  """Disable most compiler optimizations, and cache programs that take over a second to compile."""
-  settings = {
-    "jax_disable_most_optimizations": True,
-    "jax_compilation_cache_dir": str(cache),
-    "jax_persistent_cache_min_compile_time_secs": 1.0,
-  }
-  before = {name: jax.config.values[name] for name in settings}
-
-  def apply(values: dict) -> None:
-    for name, value in values.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-  apply(settings)
+def fast_compilation() -> Iterator[None]:
+  """Disable most compiler optimizations."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.values[name]
+  jax.config.update(name, True)
   yield
-  apply(before)
+  jax.config.update(name, before)
 
 
 @contextlib.contextmanager

@@ -199,6 +199,16 @@ def together(family: str, strategy: str, num_devices: int) -> Trained:
   return Trained(np.stack(losses), start, end, predictions, ensemble, state)
 
 
+def jit_on_one_device(function: Callable) -> Callable:
+  """`jax.jit` for the first device. A step compiles once, also if its results are its next inputs.
+
+  The program of a mesh of one device returns arrays on that mesh; as inputs, they would be of other
+  types than the first ones.
+  """
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.jit(function, in_shardings=device, out_shardings=device)
+
+
 def largest_error(a: Any, b: Any) -> float:
   """The largest error of all leaves, relative to the leaf's largest value; shapes must agree."""
   assert jax.tree.structure(a) == jax.tree.structure(b)

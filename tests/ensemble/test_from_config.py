@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from families import largest_error
+from families import jit_on_one_device, largest_error
 from tiny import KEYS, uneven_batch
 
 from maxlite.config import load_config
@@ -62,10 +62,10 @@ def test_every_number_of_the_optimizer_may_differ_in_a_stack():
   )
   programs = programs_of(members, gradient_clipping_threshold=1)
   group = MemberGroup(programs, own_batches=False)
-  state = jax.jit(group.init)()
-  step = jax.jit(group.step)
-  solo_states = [jax.jit(each.functions.init)(each.seed_array) for each in programs]
-  solo_steps = [jax.jit(each.functions.step) for each in programs]
+  state = jit_on_one_device(group.init)()
+  step = jit_on_one_device(group.step)
+  solo_states = [jit_on_one_device(each.functions.init)(each.seed_array) for each in programs]
+  solo_steps = [jit_on_one_device(each.functions.step) for each in programs]
   for n in range(5):
     batch = uneven_batch(n)
     state, metrics = step(state, batch)

@@ -21,7 +21,15 @@ from maxlite.ensemble import Ensemble, Member
 STEPS = 3
 STRATEGIES = ("auto", "fused", "stacked", "submesh", "switched")
 MAY_REFUSE = ("stacked", "switched")
-NUM_DRAWS, NUM_SLOW_DRAWS, BLOCK = 60, 2000, 20
+CHANGES = (
+  *("same", "ragged", "tuple", "operation", "scale"),
+  *("options", "act", "offset", "dtype"),
+)
+# Each strategy with each change, since their numbers have no common factor.
+NUM_DRAWS = len(STRATEGIES) * len(CHANGES)
+BLOCK = 15
+NUM_SLOW_DRAWS = 2000
+SLOW_BLOCK = 20
 TOLERANCE = 2e-5  # of losses, relative to the largest
 BATCHES = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
 
@@ -82,8 +90,14 @@ def draw_optimizer(rng: np.random.Generator) -> optax.GradientTransformation:
   return makers[rng.integers(len(makers))]()
 
 
-def draw_members(rng: np.random.Generator, most: int) -> list[Member]:
-  """At least two members that differ in little; `most`: operations, and members after the first."""
+def draw_members(rng: np.random.Generator, most: int, change: str = "") -> list[Member]:
+  """At least two members that differ in little.
+
+  Args:
+    rng: draws the members.
+    most: the largest number of operations, and of members after the first.
+    change: the field in which they differ from the first member; drawn for each if it is empty.
+  """
   depth = int(rng.integers(1, most + 1))
   fields = {
     "operations": rng.choice(sorted(OPERATIONS), depth).tolist(),
@@ -104,14 +118,15 @@ def draw_members(rng: np.random.Generator, most: int) -> list[Member]:
     "dtype": lambda: {"dtype": jnp.bfloat16},
   }
   weights = {"same": 3, "ragged": 4}
-  chance = np.array([weights.get(name, 1) for name in changes], float)
+  chance = np.array([weights.get(name, 1) for name in CHANGES], float)
   first = draw_optimizer(rng)
   members = [Member(Drawn(**fields), first, seed=int(rng.integers(-5, 2**40)))]
   for _ in range(rng.integers(1, most + 1)):
-    change = changes[rng.choice(list(changes), p=chance / chance.sum())]()
+    own_change = change or rng.choice(CHANGES, p=chance / chance.sum())
+    own_fields = fields | changes[own_change]()
     optimizer = first if rng.random() < 0.3 else draw_optimizer(rng)
     seed = int(rng.integers(-5, 2**40))
-    members.append(Member(Drawn(**(fields | change)), optimizer, seed=seed))
+    members.append(Member(Drawn(**own_fields), optimizer, seed=seed))
   return members
 
 
@@ -143,9 +158,9 @@ def solo_run(member: Member) -> tuple[Any, jax.Array]:
   return params, jax.lax.scan(step, start, (jnp.arange(STEPS), BATCHES))[1]
 
 
-def check(number: int, strategies: tuple[str, ...], most: int) -> None:
+def check(number: int, strategies: tuple[str, ...], most: int, change: str = "") -> None:
   """Train the members of a draw with these strategies."""
-  members = draw_members(np.random.default_rng(number), most)
+  members = draw_members(np.random.default_rng(number), most, change)
   solo = jax.jit(lambda: [solo_run(member) for member in members])
   for strategy in strategies:
     devices = jax.devices()[: len(members)] if strategy != "auto" else jax.devices()[:1]
@@ -169,14 +184,15 @@ def check(number: int, strategies: tuple[str, ...], most: int) -> None:
 def test_drawn_members_equal_plain_loops(first):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     for number in range(first, first + BLOCK):
-      check(number, STRATEGIES[number % len(STRATEGIES) :][:1], most=1)
+      strategy = STRATEGIES[number % len(STRATEGIES)]
+      check(number, (strategy,), most=1, change=CHANGES[number % len(CHANGES)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, NUM_SLOW_DRAWS, BLOCK))
+@pytest.mark.parametrize("first", range(0, NUM_SLOW_DRAWS, SLOW_BLOCK))
 def test_many_drawn_members_equal_plain_loops(first):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    for number in range(first, first + BLOCK):
+    for number in range(first, first + SLOW_BLOCK):
       # Two neighbours of the cycle of strategies, so that each strategy gets 800 of 2,000 draws.
       start = number % len(STRATEGIES)
       check(number, (STRATEGIES * 2)[start : start + 2], most=2)

@@ -12,6 +12,8 @@ from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.step.gradients import GradientResult
+from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import step_key
 
 TOLERANCE = 2e-5  # relative to the largest gradient of an array
@@ -54,11 +56,14 @@ def test_gradients_of_sharded_members_are_those_of_one_device(case):
   solo_keys = keys | {"per_device_batch_size": 2}
   (alone, _) = programs_of(solo_keys, "ensemble=1 data=8")
   parts = alone.functions.phases[0]
+  init = jax.jit(alone.functions.init, out_shardings=alone.functions.shardings)
+
+  @jax.jit
+  def compute(own: TrainState) -> GradientResult:
+    return parts.gradients(own.params, None, batch, step_key(own))
+
   for z, program in enumerate(programs):
-    init = jax.jit(alone.functions.init, out_shardings=alone.functions.shardings)
-    own = init(program.seed_array)
-    compute = jax.jit(lambda own: parts.gradients(own.params, None, batch, step_key(own)))
-    expected = jax.device_get(compute(own))
+    expected = jax.device_get(compute(init(program.seed_array)))
     np.testing.assert_allclose(sharded.loss[z], expected.loss, rtol=1e-6)
     got = jax.tree.map(lambda leaf, z=z: leaf[z], sharded.gradients)
     assert largest_error(got, expected.gradients) <= TOLERANCE

@@ -82,7 +82,7 @@ def checksums(folder: Path, name: str, step: int = STEPS) -> dict:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ensembles")
-  with fast_compilation(folder / "jax_cache"), empty_plots():
+  with fast_compilation(), empty_plots():
     yield folder
 
 

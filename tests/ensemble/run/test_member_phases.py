@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from families import largest_error
+from families import jit_on_one_device, largest_error
 from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
 from tiny import uneven_batch
 
@@ -76,10 +76,11 @@ def test_a_step_of_a_group_is_of_the_phase_that_is_due():
   placement = Placement(tuple(jax.devices()[:1]))
   programs = [builder.build(member, placement) for member in members_of(cfg)]
   group = MemberGroup(programs, own_batches=False)
-  state = jax.jit(group.init)()
-  step = jax.jit(group.step)
-  solo_step = jax.jit(programs[0].functions.step)
-  solo_states = [jax.jit(programs[0].functions.init)(each.seed_array) for each in programs]
+  state = jit_on_one_device(group.init)()
+  step = jit_on_one_device(group.step)
+  solo_init = jit_on_one_device(programs[0].functions.init)
+  solo_step = jit_on_one_device(programs[0].functions.step)
+  solo_states = [solo_init(each.seed_array) for each in programs]
   for n in range(3):
     batch = uneven_batch(n)
     state, metrics = step(state, batch)

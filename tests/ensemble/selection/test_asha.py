@@ -171,7 +171,7 @@ def test_other_rungs_and_members_trained_otherwise_are_refused(tmp_path):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
   folder = tmp_path_factory.mktemp("asha")
-  with fast_compilation(folder / "jax_cache"):
+  with fast_compilation():
     yield folder
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import jit_on_one_device
 from test_ensemble_run import ONE_EACH, TOLERANCE, Output, checksums, config, root, rows_of, start
 
 from maxlite.checkpoint.manager import Checkpoints
@@ -188,8 +189,8 @@ def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(populati
   stream = data.train_stream()
   batches = [next(stream) for _ in range(PERIOD + 1)]
   alone = solo(data, tmp_path, "learning_rate: 1e-2")
-  state = jax.jit(alone.functions.init)(alone.seed_array)
-  step = jax.jit(alone.functions.step)
+  state = jit_on_one_device(alone.functions.init)(alone.seed_array)
+  step = jit_on_one_device(alone.functions.step)
   for batch, logged in zip(batches[:PERIOD], rows_of(folder, "a"), strict=False):
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], logged["loss"], rtol=TOLERANCE)
@@ -199,7 +200,8 @@ def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(populati
   donor = saved(folder, row["from"], PERIOD, abstract)
   state = state.replace(params=donor["params"], opt_state=donor["opt_state"].inner_state)
   values = ", ".join(f"{key}: {value!r}" for key, value in row["after"].items())
-  state, metrics = jax.jit(solo(data, tmp_path, values).functions.step)(state, batches[PERIOD])
+  last_step = jit_on_one_device(solo(data, tmp_path, values).functions.step)
+  state, metrics = last_step(state, batches[PERIOD])
   logged = next(own for own in rows_of(folder, row["member"]) if own["step"] == PERIOD + 1)
   np.testing.assert_allclose(metrics["learning_rate"], logged["learning_rate"], rtol=1e-6)
   np.testing.assert_allclose(metrics["loss"], logged["loss"], rtol=TOLERANCE)
