@@ -186,14 +186,17 @@ def main() -> int:
     parser.error(str(error))
   verdicts = []
   num_killed = 0
-  with ThreadPoolExecutor(options.jobs) as pool:
-    for verdict in pool.map(try_mutant, mutants):
-      verdicts.append(verdict)
-      result = "SURVIVED"
-      if verdict.killer:
-        num_killed += 1
-        result = f"killed by {verdict.killer}"
-      print(f"{verdict.mutant.name:45} {verdict.seconds:5.0f} s  {result}", flush=True)
+  with tempfile.TemporaryDirectory(prefix="programs-") as programs:
+    # Most programs are the same with and without a bug; tests/conftest.py reads this variable.
+    os.environ.setdefault("MAXLITE_TEST_PROGRAMS", programs)
+    with ThreadPoolExecutor(options.jobs) as pool:
+      for verdict in pool.map(try_mutant, mutants):
+        verdicts.append(verdict)
+        result = "SURVIVED"
+        if verdict.killer:
+          num_killed += 1
+          result = f"killed by {verdict.killer}"
+        print(f"{verdict.mutant.name:45} {verdict.seconds:5.0f} s  {result}", flush=True)
   print(f"{num_killed} of {len(verdicts)} killed")
   if options.write:
     write(verdicts)
