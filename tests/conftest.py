@@ -33,8 +33,9 @@ from jax._src.lru_cache import LRUCache  # noqa: E402
 pytest_plugins = ("object_store", "run_fixtures")
 MAPPINGS = Path("/proc/self/maps")
 
-# The folder of compiled programs, which the processes of one run of pytest share: the first process
-# creates it, or whoever starts several runs. Tests never see programs of an earlier run.
+# The folder of compiled programs, which the processes of one run of pytest share. The first process
+# creates it unless the variable is set, as by .ci/run for several runs, so no program is from an
+# earlier run.
 PROGRAMS = "MAXLITE_TEST_PROGRAMS"
 creates_programs = PROGRAMS not in os.environ
 if creates_programs:
