@@ -16,12 +16,17 @@ import numpy as np
 from flax import struct
 
 from maxlite.config.errors import UserError
+from maxlite.inference.drafters import (
+  DecodedStep,
+  DraftRows,
+  PrefilledPrompts,
+  build_drafter,
+)
 from maxlite.inference.sampling import (
   BatchSamplingParams,
   SamplingParams,
   keys_at,
   log_probs,
-  propose,
   sample,
   verify,
 )
@@ -57,7 +62,7 @@ class DecodeState:
     key_B: the random key of the row's request.
     seen_BV: whether the token occurs in the prompt or completion.
     sampling: the sampling parameters.
-    x_BD: the hidden state that `token_B` was sampled from, for draft heads.
+    draft: what the drafter keeps (drafters.py); None for new rows.
   """
 
   cache: PyTree
@@ -67,7 +72,7 @@ class DecodeState:
   key_B: jax.Array
   seen_BV: jax.Array
   sampling: BatchSamplingParams
-  x_BD: jax.Array
+  draft: PyTree
 
 
 class _Prompts(NamedTuple):
@@ -109,7 +114,8 @@ class Engine:
     model: from `inference_params.inference_model`.
     params: from `inference_params.inference_params`.
     stop_token_ids: tokens that end a completion.
-    num_drafts: tokens that the model's draft heads propose per decode step.
+    num_drafts: tokens that the model's draft heads, or its layers of multi-token prediction,
+      propose per decode step.
     first_block: cache positions read at least; doubled whenever a row has reached them. GPUs, which
       would have to synchronize with the host each time, read all.
     min_prompt_length: prompts are padded to this length times a power of `prompt_growth`, and each
@@ -117,7 +123,8 @@ class Engine:
     prompt_growth: a larger one has fewer programs and more padding.
 
   Raises:
-    UserError: the shards of a batch do not divide num_rows, or there are fewer draft heads.
+    UserError: the shards of a batch do not divide num_rows, or num_drafts exceeds what the model
+      can propose.
   """
 
   def __init__(
@@ -140,11 +147,7 @@ class Engine:
         f"{num_rows} rows are not divisible by the {self.num_shards} shards of a batch: use "
         f"{num_rows + self.num_shards - rest}"
       )
-    num_heads = model.cfg.num_draft_heads
-    if num_drafts > num_heads:
-      raise UserError(
-        f"num_draft_heads={num_heads} cannot propose {num_drafts} tokens: use at most as many"
-      )
+    self._drafter = build_drafter(model, num_drafts)
     if model.sharder.platform == "gpu":
       first_block = 0
     self.stop_token_ids = tuple(stop_token_ids)
@@ -296,6 +299,9 @@ class Engine:
       tokens_BT,
       tokens_BT,
     )
+    of_prompt_B = jax.ShapeDtypeStruct((self.num_shards,), jnp.int32)
+    prompts = (x_BTD, tokens_BT, of_prompt_B, of_prompt_B)
+    draft = jax.eval_shape(self._prefilled_draft, self._params, *prompts)
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
     return DecodeState(
       cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
@@ -305,7 +311,7 @@ class Engine:
       key_B=jax.random.split(jax.random.key(0), self.num_rows),
       seen_BV=jnp.zeros((self.num_rows, self._model.cfg.vocab_size), bool),
       sampling=BatchSamplingParams.stack([SamplingParams()] * self.num_rows),
-      x_BD=jnp.zeros((self.num_rows, x_BTD.shape[-1]), x_BTD.dtype),
+      draft=self._drafter.init(draft, self.num_rows, self._first_block),
     )
 
   def _state_shardings(self) -> DecodeState:
@@ -342,19 +348,24 @@ class Engine:
     )
     return x_BTD, new[cache.COLLECTION]
 
+  def _prefilled_draft(
+    self,
+    params: PyTree,
+    x_BTD: jax.Array,
+    token_BT: jax.Array,
+    length_B: jax.Array,
+    token_B: jax.Array,
+  ) -> PyTree:
+    """Return what the drafter keeps of new rows; see `PrefilledPrompts`."""
+    prompts = PrefilledPrompts(x_BTD, token_BT, length_B, token_B)
+    return self._drafter.prefill(params, prompts)
+
   def _apply(self, params: PyTree, method: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     """Apply a method of the model that changes no variables."""
     return cast(jax.Array, self._model.apply({"params": params}, x, method=method))
 
   def _logits(self, params: PyTree, x: jax.Array) -> jax.Array:
     return self._apply(params, self._model.logits, x)
-
-  def _draft_logits(self, params: PyTree, x_BD: jax.Array) -> jax.Array:
-    """Return logits_BJV of the tokens after the newest one."""
-    if not self.num_drafts:
-      return jnp.zeros((self.num_rows, 0, self._model.cfg.vocab_size))
-    y_B1JD = self._apply(params, self._model.draft_hidden, x_BD[:, None])
-    return self._logits(params, y_B1JD[:, :, : self.num_drafts])[:, 0]
 
   def _prefill(
     self, params: PyTree, state: DecodeState, prompts: _Prompts
@@ -383,17 +394,19 @@ class Engine:
       key_B=key_B,
       seen_BV=seen_BV,
       sampling=prompts.sampling,
-      x_BD=x_B1D[:, 0],
+      draft=None,
     )
     new, new_token_B1 = self._append_tokens(new, token_B[:, None])
     entries = cache.insert(state.cache, prefix, row_B, length_B)
+    new_draft = self._prefilled_draft(params, x_BTD, token_BT, length_B, token_B)
+    draft = self._drafter.insert(state.draft, new_draft, row_B, length_B)
 
     def insert(old: jax.Array, rows: jax.Array) -> jax.Array:
       return old.at[row_B].set(rows, mode="drop")
 
-    without_cache = dataclasses.replace(state, cache=None)
-    inserted = jax.tree.map(insert, without_cache, new)
-    return dataclasses.replace(inserted, cache=entries), new_token_B1[:, 0]
+    others = dataclasses.replace(state, cache=None, draft=None)
+    inserted = jax.tree.map(insert, others, new)
+    return dataclasses.replace(inserted, cache=entries, draft=draft), new_token_B1[:, 0]
 
   def _steps(
     self, params: PyTree, state: DecodeState, num_steps: jax.Array
@@ -422,8 +435,8 @@ class Engine:
     """Return (state, token_BT) after a forward pass over the newest tokens and their drafts."""
     is_active_B = state.remaining_B > 0
     first_B = state.length_B + 1
-    draft_logits_BJV = self._draft_logits(params, state.x_BD)
-    drafts = propose(draft_logits_BJV, state.seen_BV, state.sampling, state.key_B, first_B)
+    rows = DraftRows(state.length_B, is_active_B, state.seen_BV, state.sampling, state.key_B)
+    drafts, draft = self._drafter.propose(params, state.draft, rows)
     token_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
     column_1T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     segment_BT = jnp.broadcast_to(is_active_B[:, None], token_BT.shape).astype(jnp.int32)
@@ -436,17 +449,17 @@ class Engine:
     length_B = state.length_B + jnp.where(is_active_B, 1 + num_accepted_B, 0)
     if self.num_drafts:
       entries = cache.rewind(entries, length_B)
-    x_BD = jnp.take_along_axis(x_BTD, num_accepted_B1[..., None], axis=1)[:, 0]
+    drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
+    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
+    new_BT = jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN)
+    step = DecodedStep(x_BTD, new_BT, num_accepted_B, state.length_B, is_active_B)
     state = dataclasses.replace(
       state,
       cache=entries,
       token_B=last_token_B,
       length_B=length_B,
-      x_BD=x_BD,
+      draft=self._drafter.advance(params, draft, step),
     )
-    drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
-    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
-    new_BT = jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN)
     return self._append_tokens(state, new_BT)
 
   def _append_tokens(self, state: DecodeState, new_BT: jax.Array) -> tuple[DecodeState, jax.Array]:

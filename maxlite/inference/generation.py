@@ -12,11 +12,12 @@ import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.registry import SOURCES
-from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig
+from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig, ModelConfig
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import CompletionText, stream_completions
+from maxlite.inference.drafters import max_num_drafts
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
@@ -111,19 +112,20 @@ def build_engine(
     **options: further arguments of `Engine`.
 
   Raises:
-    UserError: a request exceeds max_target_length, or num_speculative_tokens the draft heads.
+    UserError: a request exceeds max_target_length, or num_speculative_tokens what the model can
+      propose.
   """
   cfg = trainer.cfg
   max_length = cfg.data.max_target_length
-  num_heads = cfg.model.num_draft_heads
+  limit = max_num_drafts(cfg.model)
   num_drafts = cfg.generate.num_speculative_tokens
-  if num_drafts > num_heads:
+  if num_drafts > limit:
     raise UserError(
-      f"num_speculative_tokens={num_drafts} exceeds num_draft_heads={num_heads}, and each head "
-      f"proposes one token: set num_speculative_tokens={num_heads} or less"
+      f"num_speculative_tokens={num_drafts} {_draft_limit(cfg.model)}: set "
+      f"num_speculative_tokens={limit} or less"
     )
   if num_drafts < 0:
-    num_drafts = num_heads
+    num_drafts = limit
   lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
   needed = max(lengths, default=max_length)
   if needed > max_length:
@@ -145,6 +147,15 @@ def build_engine(
     num_drafts=num_drafts,
     **options,
   )
+
+
+def _draft_limit(model: ModelConfig) -> str:
+  """The reason, in an error message, why the model cannot propose more tokens."""
+  if model.num_recurrent_layers:
+    return "cannot be proposed, since drafts cannot be taken back from a recurrent state"
+  if model.mtp_num_layers:
+    return f"exceeds mtp_num_layers={model.mtp_num_layers}, and each layer proposes one token"
+  return f"exceeds num_draft_heads={model.num_draft_heads}, and each head proposes one token"
 
 
 def _round_up(number: int, multiple: int) -> int:

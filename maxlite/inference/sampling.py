@@ -13,7 +13,7 @@ Sampling (2023), algorithm 2.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -185,13 +185,40 @@ def propose(
   if num_drafts == 0:
     no_token_BJ = jnp.zeros((num_rows, 0), jnp.int32)
     return Drafts(no_token_BJ, logits_BJV, seen_BV[:, None])
+
+  def logits_after(tokens: list[jax.Array]) -> jax.Array:
+    return logits_BJV[:, len(tokens)]
+
+  return propose_in_turn(num_drafts, logits_after, seen_BV, params, key_B, first_B)
+
+
+def propose_in_turn(
+  num_drafts: int,
+  logits_after: Callable[[list[jax.Array]], jax.Array],
+  seen_BV: jax.Array,
+  params: BatchSamplingParams,
+  key_B: jax.Array,
+  first_B: jax.Array,
+) -> Drafts:
+  """As `propose`, where the logits of a draft may depend on the drafts before it.
+
+  Args:
+    num_drafts: number of drafts, at least 1.
+    logits_after: computes logits_BV of the next draft from the drafts so far, token_B each. It is
+      called once per draft.
+    seen_BV: whether the token occurs in the prompt or completion.
+    params: the sampling parameters.
+    key_B: the keys of the rows.
+    first_B: position of the first draft in its row.
+  """
+  num_rows = len(seen_BV)
   draft_key_B = _fold_in_all(key_B, _DRAFT)
   row_B = jnp.arange(num_rows)
   tokens: list[jax.Array] = []
   log_qs: list[jax.Array] = []
   seen = [seen_BV]
   for j in range(num_drafts):
-    log_q_BV = log_probs(logits_BJV[:, j], seen_BV, params)
+    log_q_BV = log_probs(logits_after(tokens), seen_BV, params)
     token_B = sample(keys_at(draft_key_B, first_B + j), log_q_BV)
     seen_BV = seen_BV.at[row_B, token_B].set(True)
     tokens.append(token_B)

@@ -232,6 +232,17 @@ def rewind(cache: PyTree, length_B: jax.Array) -> PyTree:
   return jax.tree_util.tree_map_with_path(reset, cache)
 
 
+def with_lengths_of(cache: PyTree, earlier: PyTree) -> PyTree:
+  """The cache without the positions that were added since it was `earlier`; see `rewind`."""
+
+  def reset(path: tuple, leaf: jax.Array, before: jax.Array) -> jax.Array:
+    if getattr(path[-1], "key", "") == _LENGTH:
+      return before
+    return leaf
+
+  return jax.tree_util.tree_map_with_path(reset, cache, earlier)
+
+
 def _positions(length_B: jax.Array, num_slots: int) -> jax.Array:
   """[B, S] the latest of `length_B` positions in each slot; negative if there is none."""
   last_B1 = length_B[:, None] - 1

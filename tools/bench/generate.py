@@ -43,6 +43,7 @@ from maxlite.config import Config, read_saved
 from maxlite.config.schema import build
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.inference.batcher import Batcher
+from maxlite.inference.drafters import max_num_drafts
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
@@ -355,7 +356,7 @@ def compare_drafts(args: argparse.Namespace) -> Table:
     rows = [prompts[n % len(prompts)] for n in range(num_rows)]
     candidates = {}
     tokens_per_step = {}
-    for num_drafts in range(cfg.model.num_draft_heads + 1):
+    for num_drafts in range(max_num_drafts(cfg.model) + 1):
       name = str(num_drafts)
       candidates[name] = maxlite_run(args.run, rows, args.tokens, sampling, num_drafts)
     for name, run in candidates.items():

@@ -39,8 +39,8 @@ class GenerateConfig:
   decode_batch_size: int = field(8, "Maximum number of sequences decoded at once.", low=1)
   num_speculative_tokens: int = field(
     -1,
-    "Tokens that draft heads propose per step (speculative decoding), up to num_draft_heads; 0: "
-    "none; -1: one per head.",
+    "Tokens that draft heads, or the layers of multi-token prediction, propose per step "
+    "(speculative decoding), up to one each; 0: none; -1: one each.",
     low=-1,
   )
 

@@ -193,7 +193,7 @@ class ModelConfig:
   mtp_num_layers: int = model_field(
     0,
     "Layers of multi-token prediction, as in DeepSeek-V3, trained with the model: layer k predicts "
-    "the token k + 1 positions ahead.",
+    "the token k + 1 positions ahead. Each proposes a token in speculative decoding.",
     low=0,
   )
   embedding_multiplier: float = model_field(1.0, "Embeddings are multiplied by it.", low=0)
