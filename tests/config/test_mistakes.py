@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from buffer_mistakes import BUFFER_MISTAKES
 from member_mistakes import MEMBER_MISTAKES
+from mtp_mistakes import MTP_MISTAKES
 from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
 
@@ -255,6 +256,7 @@ MISTAKES = (
   | BUFFER_MISTAKES
   | MEMBER_MISTAKES
   | TUNING_MISTAKES
+  | MTP_MISTAKES
   | ROPE_MISTAKES
 )
 BAD_FILES = {

@@ -140,6 +140,12 @@ def multi_token_prediction(cfg: Config) -> Violations:
       ["mtp_num_layers", "max_target_length"],
       f"rows are shorter; write mtp_num_layers={limit}",
     )
+  if any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+    yield Violation(
+      ["mtp_num_layers", "loss_type"],
+      "these layers would also learn the rejected answers; write mtp_num_layers=0, also in "
+      "maxlite.convert from_hf",
+    )
 
 
 def local_updates(cfg: Config) -> Violations:
