@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_engine as tiny
+import tiny_engine as tiny
 from slow_cases import slow
 
 from maxlite.inference.batcher import Batcher
@@ -16,6 +16,7 @@ from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.models import Decoder
 from maxlite.optim.labels import path_of
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 J = 3
 SCALE = {"layers": 0.05, "mtp": 0.2}  # Of the outputs of attention and experts.
 NOISE = 0.2  # Of the projections.
