@@ -187,19 +187,19 @@ COMMANDS = {"from_hf": from_hf, "to_hf": to_hf, "to_peft": to_peft, "upcycle": u
 def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: float) -> np.ndarray:
   """Read a layer of a parameter and merge its LoRA adapter, if there is one."""
   part = stored.read(path, index)
-  parent = path.removesuffix("kernel")
-  if f"{parent}lora_a/kernel" not in stored.leaves:
+  parent, _, name = path.rpartition("/")
+  if f"{parent}/{ADAPTER[0]}/{name}" not in stored.leaves:
     return part
   is_layer = stored.leaves[path]["shape"][0] > index[0].stop - index[0].start
   layer: Index = ()
   if is_layer:
     layer = index[:1]
-  module: dict[str, PyTree] = {"kernel": part}
-  for name in ADAPTER:
-    adapter = f"{parent}{name}/kernel"
+  module: dict[str, PyTree] = {name: part}
+  for factor in ADAPTER:
+    adapter = f"{parent}/{factor}/{name}"
     rest = whole(stored.leaves[adapter]["shape"][len(layer) :])
-    module[name] = {"kernel": jax.numpy.asarray(stored.read(adapter, (*layer, *rest)))}
-  return np.asarray(merge_lora(module, lora_alpha)["kernel"])
+    module[factor] = {name: jax.numpy.asarray(stored.read(adapter, (*layer, *rest)))}
+  return np.asarray(merge_lora(module, lora_alpha)[name])
 
 
 def _trained(

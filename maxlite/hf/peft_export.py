@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _KERNEL = "kernel"  # the last part of a parameter's path
 _WEIGHT = ".weight"  # the end of a tensor's name
 _RANK = "z"  # the axis of the adapter's rank
 _EXPERT_MODULES = (".gate_proj", ".up_proj", ".down_proj")
+_EXPERT = "{expert}"  # the number of an expert in the name of a tensor
 
 
 def write_adapter(
@@ -85,8 +87,10 @@ def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list
   targets = set()
   for rule in rules:
     target = rule.theirs.removesuffix(_WEIGHT)
-    if any(module.endswith(f".{target}") for module in modules):
-      targets.add(target)
+    pattern = re.escape(target).replace(re.escape(_EXPERT), r"\d+")
+    if any(re.search(rf"\.{pattern}$", module) for module in modules):
+      _, _, own_name = target.rpartition(_EXPERT + ".")  # without the experts' numbers
+      targets.add(own_name)
   return sorted(targets)
 
 
@@ -104,38 +108,45 @@ def _require_one_adapter_each(tensors: Sequence[str]) -> None:
 def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:
   """Raise UserError for adapters that peft, by their names, would apply to experts."""
   modules = [tensor.partition(".lora_")[0] for tensor in tensors]
-  of_experts = [module for module in modules if module.endswith(_EXPERT_MODULES)]
+  of_experts = []
+  for module in modules:
+    if module.endswith(_EXPERT_MODULES) and ".experts." not in module:
+      of_experts.append(module)
   if of_experts and MODELS[family.decoder_block].is_moe:
     raise UserError(
       f"peft takes {of_experts[0].removeprefix(_PREFIX)} for a projection of experts and cannot "
-      "load it: train adapters of attention alone, with train: ['.*attention/.*lora_.*'], or use "
-      "to_hf, which merges them"
+      "load it: train adapters of attention and of routed experts alone, with train: "
+      "['.*attention/.*lora_.*', '.*moe/lora_.*'], or use to_hf, which merges them"
     )
 
 
 def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
-  """Return the rules of a kernel's adapter; none for other parameters.
+  """Return the rules of the adapter of a kernel or of the experts; none for other parameters.
 
   The last group of the tensor's axes is the input: lora_a maps it to the rank, lora_b maps the rank
   to the other axes.
   """
-  if not isinstance(rule.ours, str) or not rule.ours.endswith(f"/{_KERNEL}"):
+  if not isinstance(rule.ours, str):
+    return []
+  of_expert = _EXPERT in rule.theirs
+  parent, _, name = rule.ours.rpartition("/")
+  if name != _KERNEL and not of_expert:
     return []
   layout = axis_layout(rule.axes)
   theirs_out, theirs_in = layout.theirs
   names_out = [f"{axis}*" if axis == layout.interleaved else axis for axis in theirs_out]
   ours_in = " ".join(axis for axis in layout.ours if axis in theirs_in)
   ours_out = " ".join(axis for axis in layout.ours if axis in theirs_out)
-  parent = rule.ours.removesuffix(_KERNEL)
+  experts = "e " if of_expert else ""
   module = rule.theirs.removesuffix(_WEIGHT)
   lora_a = TensorRule(
-    ours=f"{parent}lora_a/{_KERNEL}",
+    ours=f"{parent}/lora_a/{name}",
     theirs=f"{module}.lora_A{_WEIGHT}",
-    axes=f"{ours_in} {_RANK} -> {_RANK} ({' '.join(theirs_in)})",
+    axes=f"{experts}{ours_in} {_RANK} -> {_RANK} ({' '.join(theirs_in)})",
   )
   lora_b = TensorRule(
-    ours=f"{parent}lora_b/{_KERNEL}",
+    ours=f"{parent}/lora_b/{name}",
     theirs=f"{module}.lora_B{_WEIGHT}",
-    axes=f"{_RANK} {ours_out} -> ({' '.join(names_out)}) {_RANK}",
+    axes=f"{experts}{_RANK} {ours_out} -> ({' '.join(names_out)}) {_RANK}",
   )
   return [lora_a, lora_b]

@@ -24,7 +24,7 @@ ADAPTER = ("lora_a", "lora_b")
 # Modules that can be added to a model that was trained without them.
 OPTIONAL_MODULES = (*ADAPTER, "draft_head", "mtp")
 # The config keys that add them.
-OPTIONAL_MODULE_KEYS = {"lora_rank", "num_draft_heads", "mtp_num_layers"}
+OPTIONAL_MODULE_KEYS = {"lora_rank", "lora_experts", "num_draft_heads", "mtp_num_layers"}
 
 
 class LoraLinear(nn.Module):
@@ -98,12 +98,9 @@ def merge_lora(params: Mapping[str, PyTree], lora_alpha: float) -> dict[str, PyT
     elif name not in ADAPTER:
       merged[name] = node
   if ADAPTER[0] in params:
-    merged["kernel"] = _merged_kernel(
-      params["kernel"],
-      params["lora_a"]["kernel"],
-      params["lora_b"]["kernel"],
-      lora_alpha,
-    )
+    # One adapter of a linear layer's kernel, or one of each projection of the routed experts.
+    for name, a in params["lora_a"].items():
+      merged[name] = _merged_kernel(params[name], a, params["lora_b"][name], lora_alpha)
   return merged
 
 
@@ -113,7 +110,7 @@ def _merged_kernel(
   b: jax.Array,
   lora_alpha: float,
 ) -> jax.Array:
-  """kernel + a b lora_alpha / rank, where scans and ensembles may have stacked leading axes."""
+  """kernel + a b lora_alpha / rank, where experts, scans and ensembles may be leading axes."""
   num_stacked = a.ndim + b.ndim - kernel.ndim - 2
   stacked = a.shape[:num_stacked]
   rank = a.shape[-1]

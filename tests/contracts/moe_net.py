@@ -49,6 +49,12 @@ KEYS = {
 }
 FAMILIES = {
   "mixtral": {"decoder_block": "mixtral", "base_num_decoder_layers": 2},
+  "mixtral with adapters": {
+    "decoder_block": "mixtral",
+    "base_num_decoder_layers": 2,
+    "lora_rank": 2,
+    "lora_experts": True,
+  },
   "deepseek": {
     "decoder_block": "deepseek",
     "base_num_decoder_layers": 3,

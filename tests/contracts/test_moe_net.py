@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import pytest
-from moe_net import DISPATCHES, ROUTINGS, Variant, oracle_of, results_of
+from moe_net import DISPATCHES, FAMILIES, ROUTINGS, Variant, oracle_of, results_of
 
 from maxlite.sharding import MESH_AXES
 
@@ -22,9 +22,7 @@ MESHES = [
   for degrees in itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES) - 1)
   if math.prod(degrees) == 8
 ]
-CHOICES = list(
-  itertools.product(BACKENDS, ("mixtral", "deepseek"), (False, True), (True, False), (1, 3))
-)
+CHOICES = list(itertools.product(BACKENDS, FAMILIES, (False, True), (True, False), (1, 3)))
 
 
 def mesh(**degrees: int) -> tuple[int, ...]:
@@ -34,7 +32,12 @@ def mesh(**degrees: int) -> tuple[int, ...]:
 FAST = [
   Variant(mesh(expert=4, fsdp=2), "ragged", "tiled", "deepseek", True, True, 3),
   Variant(
-    *(mesh(expert=2, tensor=2, context=2), "all_gather", "ragged_dot", "mixtral", False, False, 1),
+    mesh(expert=2, tensor=2, context=2),
+    "all_gather",
+    "ragged_dot",
+    "mixtral with adapters",
+    remat=False,
+    scan=False,
     context="ring",
   ),
 ]

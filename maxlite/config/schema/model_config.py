@@ -143,7 +143,14 @@ class LoraConfig:
     "projections. To train only them, write a phase with train: ['.*lora_.*']. 0: no adapters.",
     low=0,
   )
+  lora_experts: bool = model_field(
+    False, "Also adapters of the projections of routed experts, each with a pair of matrices."
+  )
   lora_alpha: float = field(16.0, "Adapter outputs are scaled by lora_alpha / lora_rank.", low=0)
+
+  @property
+  def adapts_experts(self) -> bool:
+    return self.lora_rank > 0 and self.lora_experts
 
 
 class LayerKind(NamedTuple):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 from maxlite.kernels.grouped_mlp import composed, megablox_mlp, tiled
-from maxlite.kernels.grouped_mlp.biases import Biases
+from maxlite.kernels.grouped_mlp.biases import Adapters, Biases
 
 
 def grouped_mlp(
@@ -29,6 +29,7 @@ def grouped_mlp(
   *,
   activation: Callable[..., jax.Array],
   biases: Biases | None = None,
+  adapters: Adapters | None = None,
   backend: str,
   wi_tiles: Tiles = DEFAULT_TILES,
   wo_tiles: Tiles = DEFAULT_TILES,
@@ -40,6 +41,7 @@ def grouped_mlp(
   Args:
     x_M: rows [M, D], or [M, L, 128] with D = 128 L, the form in which TPUs exchange rows.
     group_sizes_G: the sum must not exceed M.
+    adapters: low-rank changes of the matrices, of which wi and wo are then the first part.
     activation: maps len(wi) arrays of one shape to one array, elementwise.
     backend: one of `GROUPED_MATMUL_BACKENDS`.
     quantization: the argument of `grouped_matmul`.
@@ -48,7 +50,8 @@ def grouped_mlp(
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   _check_shapes(x_M, weight_M, wi_GDF, wo_GFD)
   num_rows = x_M.shape[0]
-  if backend == "megablox" and num_rows and not quantization:
+  is_plain = num_rows > 0 and adapters is None and not quantization
+  if backend == "megablox" and is_plain:
     return megablox_mlp.grouped_mlp(
       x_M,
       weight_M,
@@ -62,7 +65,7 @@ def grouped_mlp(
       interpret=interpret,
     )
   x_MD = x_M.reshape(num_rows, wo_GFD.shape[2])
-  if backend == "tiled" and biases is None and num_rows and not quantization:
+  if backend == "tiled" and is_plain and biases is None:
     y_MD = tiled.grouped_mlp(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
   else:
     y_MD = composed.grouped_mlp(
@@ -71,6 +74,7 @@ def grouped_mlp(
       wi_GDF,
       wo_GFD,
       biases,
+      adapters,
       group_sizes_G,
       activation=activation,
       backend=backend,

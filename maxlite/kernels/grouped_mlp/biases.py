@@ -1,4 +1,4 @@
-"""The biases of a feed-forward network per group."""
+"""What a feed-forward network per group may have in addition to its matrices."""
 
 from typing import NamedTuple
 
@@ -10,3 +10,17 @@ class Biases(NamedTuple):
 
   bi_GF: tuple[jax.Array, ...]
   bo_GD: jax.Array
+
+
+class Adapter(NamedTuple):
+  """The two factors of a low-rank change of one matrix per group."""
+
+  a_GDR: jax.Array
+  b_GRF: jax.Array
+
+
+class Adapters(NamedTuple):
+  """The changes of the matrices: x wi becomes x wi + (x a) b."""
+
+  wi: tuple[Adapter, ...]
+  wo: Adapter

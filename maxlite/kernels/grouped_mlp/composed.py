@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.kernels.grouped_matmul.tiles import Tiles
-from maxlite.kernels.grouped_mlp.biases import Biases
+from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.kernels.numerics import accumulator_dtype
 
 # Elementwise: the operands of the activation, each [..., F], to the hidden rows [..., F].
@@ -23,6 +23,7 @@ def grouped_mlp(
   wi_GDF: Sequence[jax.Array],
   wo_GFD: jax.Array,
   biases: Biases | None,
+  adapters: Adapters | None,
   group_sizes_G: jax.Array,
   *,
   activation: Activation,
@@ -31,7 +32,7 @@ def grouped_mlp(
   wo_tiles: Tiles,
   quantization: str,
 ) -> jax.Array:
-  """y_MD in x's type. Biases are not quantized."""
+  """y_MD in x's type. Biases and adapters are not quantized."""
   multiply = functools.partial(grouped_matmul, backend=backend)
   multiply_wi = functools.partial(multiply, tiles=wi_tiles, quantization=quantization)
   multiply_wo = functools.partial(multiply, tiles=wo_tiles, quantization=quantization)
@@ -42,12 +43,28 @@ def grouped_mlp(
     ones_M1 = jnp.ones_like(x_MD[:, :1])
     bi_G1F = jnp.concatenate(biases.bi_GF, axis=1)[:, None]
     up_MF += multiply(ones_M1, bi_G1F, group_sizes_G)
+  if adapters is not None:
+    changes = [_change(x_MD, adapter, group_sizes_G, multiply) for adapter in adapters.wi]
+    up_MF += jnp.concatenate(changes, axis=1)
   up_MF = checkpoint_name(up_MF, "mlpwi")
   y_MD = _down(up_MF, weight_M, wo_GFD, group_sizes_G, activation, multiply_wo)
   if biases is not None:
     weight_M1 = weight_M.astype(x_MD.dtype)[:, None]
     y_MD += multiply(weight_M1, biases.bo_GD[:, None], group_sizes_G)
+  if adapters is not None:
+    h_MF = _hidden(activation, wo_GFD.shape[1], up_MF, weight_M)
+    y_MD += _change(h_MF, adapters.wo, group_sizes_G, multiply)
   return y_MD
+
+
+def _change(
+  x_MD: jax.Array,
+  adapter: Adapter,
+  group_sizes_G: jax.Array,
+  multiply: Callable[..., jax.Array],
+) -> jax.Array:
+  """The product of the rows and an adapter, by its factors: [M, R] rows are between them."""
+  return multiply(multiply(x_MD, adapter.a_GDR, group_sizes_G), adapter.b_GRF, group_sizes_G)
 
 
 class _DownOperands(NamedTuple):

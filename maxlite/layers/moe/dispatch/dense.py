@@ -60,8 +60,15 @@ def dense_mlp(
     missing_axes = [i for i, axis in enumerate(h_axes) if axis not in "ef"]
     for i, bi_EF in enumerate(weights.bi_EF):
       up[i] = up[i] + jnp.expand_dims(bi_EF.astype(dtype), missing_axes)
+  r_axes = h_axes[:-1] + "r"  # between the factors of an adapter
+  for i, factors in enumerate(weights.wi_lora):
+    low_rank = jnp.einsum(f"{x_axes},edr->{r_axes}", x, factors.a.astype(dtype))
+    up[i] = up[i] + jnp.einsum(f"{r_axes},erf->{h_axes}", low_rank, factors.b.astype(dtype))
   h = experts.activation(*up) * weight[..., None]
   y = jnp.einsum(f"{h_axes},efd->{y_axes}", h, weights.wo_EFD.astype(dtype))
+  if weights.wo_lora is not None:
+    low_rank = jnp.einsum(f"{h_axes},efr->{r_axes}", h, weights.wo_lora.a.astype(dtype))
+    y += jnp.einsum(f"{r_axes},erd->{y_axes}", low_rank, weights.wo_lora.b.astype(dtype))
   if weights.bo_ED is not None:
     weight_axes = h_axes[:-1]
     y += jnp.einsum(f"{weight_axes},ed->{y_axes}", weight, weights.bo_ED.astype(dtype))

@@ -9,7 +9,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.layers.moe.dispatch import DispatchCounts
-from maxlite.layers.moe.experts import BI, BO, WI, WO, ExpertMlp, ExpertTree, ExpertWeights
+from maxlite.layers.moe.experts import (
+  BI,
+  BO,
+  WI,
+  WI_A,
+  WI_B,
+  WO,
+  WO_A,
+  WO_B,
+  ExpertMlp,
+  ExpertTree,
+  ExpertWeights,
+  Factors,
+)
 from maxlite.layers.moe.router import Route
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import gather_weight, psum, pvary
@@ -94,11 +107,17 @@ def _weight_specs(sharder: Sharder, weights: ExpertWeights) -> ExpertTree[jax.P]
   bo_spec = None
   if weights.bo_ED is not None:
     bo_spec = sharder.spec(BO)
+  wi_lora = Factors(sharder.spec(WI_A), sharder.spec(WI_B))
+  wo_lora = None
+  if weights.wo_lora is not None:
+    wo_lora = Factors(sharder.spec(WO_A), sharder.spec(WO_B))
   return ExpertTree(
     wi_EDF=(sharder.spec(WI),) * len(weights.wi_EDF),
     wo_EFD=sharder.spec(WO),
     bi_EF=(sharder.spec(BI),) * len(weights.bi_EF),
     bo_ED=bo_spec,
+    wi_lora=(wi_lora,) * len(weights.wi_lora),
+    wo_lora=wo_lora,
   )
 
 
@@ -111,7 +130,11 @@ def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> Exper
 
   wi_EDF = tuple(gather(w_EDF, axis=1) for w_EDF in weights.wi_EDF)
   wo_EFD = gather(weights.wo_EFD, axis=2)
-  return weights.replace(wi_EDF=wi_EDF, wo_EFD=wo_EFD)
+  wi_lora = tuple(factors.replace(a=gather(factors.a, axis=1)) for factors in weights.wi_lora)
+  wo_lora = weights.wo_lora
+  if wo_lora is not None:
+    wo_lora = wo_lora.replace(b=gather(wo_lora.b, axis=2))
+  return weights.replace(wi_EDF=wi_EDF, wo_EFD=wo_EFD, wi_lora=wi_lora, wo_lora=wo_lora)
 
 
 def _keep_bias_once(weights: ExpertWeights, sharder: Sharder) -> ExpertWeights:
