@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import checkpoint_managers
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
@@ -50,7 +51,7 @@ from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
+from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.sharding.pytree import PyTree
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
@@ -490,9 +491,11 @@ def _damaged_leaf(state: PyTree, manifest: Manifest) -> str:
 
 
 def _drop_missing(params: PyTree, manifest: Manifest) -> PyTree:
-  """Drop the optional modules, such as adapters, that the checkpoint does not have."""
-  saved: set[str] = set()
-  for path in manifest["body"]["leaves"]:
-    saved.update(path.split("/"))
-  missing = [name for name in OPTIONAL_MODULES if name not in saved]
-  return drop_modules(params, missing)
+  """Drop parameters of optional modules, such as adapters, that the checkpoint does not have."""
+  saved = manifest["body"]["leaves"]
+  kept = {}
+  for path, leaf in flatten_dict(params).items():
+    is_optional = not set(path).isdisjoint(OPTIONAL_MODULES)
+    if not is_optional or "/".join(("params", *path)) in saved:
+      kept[path] = leaf
+  return unflatten_dict(kept)

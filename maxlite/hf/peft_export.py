@@ -14,7 +14,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
 from maxlite.hf.hf_folder import TensorFile, write_json
-from maxlite.hf.tensor_mapping import axis_layout, tensor_mappings
+from maxlite.hf.tensor_mapping import EXPERT, axis_layout, tensor_mappings
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -23,7 +23,7 @@ _KERNEL = "kernel"  # the last part of a parameter's path
 _WEIGHT = ".weight"  # the end of a tensor's name
 _RANK = "z"  # the axis of the adapter's rank
 _EXPERT_MODULES = (".gate_proj", ".up_proj", ".down_proj")
-_EXPERT = "{expert}"  # the number of an expert in the name of a tensor
+_NUMBER = "{expert}"  # the number of an expert in the name of a tensor
 
 
 def write_adapter(
@@ -87,9 +87,9 @@ def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list
   targets = set()
   for rule in rules:
     target = rule.theirs.removesuffix(_WEIGHT)
-    pattern = re.escape(target).replace(re.escape(_EXPERT), r"\d+")
+    pattern = re.escape(target).replace(re.escape(_NUMBER), r"\d+")
     if any(re.search(rf"\.{pattern}$", module) for module in modules):
-      _, _, own_name = target.rpartition(_EXPERT + ".")  # without the experts' numbers
+      _, _, own_name = target.rpartition(_NUMBER + ".")  # without the experts' numbers
       targets.add(own_name)
   return sorted(targets)
 
@@ -128,16 +128,20 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
   """
   if not isinstance(rule.ours, str):
     return []
-  of_expert = _EXPERT in rule.theirs
+  of_expert = _NUMBER in rule.theirs
   parent, _, name = rule.ours.rpartition("/")
   if name != _KERNEL and not of_expert:
     return []
-  layout = axis_layout(rule.axes)
+  experts = ""
+  axes = rule.axes
+  if of_expert:  # the first axis counts them; each has a tensor
+    experts = f"{EXPERT} "
+    axes = axes.removeprefix(experts)
+  layout = axis_layout(axes)
   theirs_out, theirs_in = layout.theirs
   names_out = [f"{axis}*" if axis == layout.interleaved else axis for axis in theirs_out]
   ours_in = " ".join(axis for axis in layout.ours if axis in theirs_in)
   ours_out = " ".join(axis for axis in layout.ours if axis in theirs_out)
-  experts = "e " if of_expert else ""
   module = rule.theirs.removesuffix(_WEIGHT)
   lora_a = TensorRule(
     ours=f"{parent}/lora_a/{name}",

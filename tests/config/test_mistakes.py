@@ -108,6 +108,8 @@ MISTAKES = (
     ),
     ("head_dim=33",): ("head_dim=33", "even", "head_dim=34"),
     ("num_experts=1",): ("num_experts=1", "decoder_block=llama"),
+    ("lora_experts=true",): ("lora_rank=0 (default)", "write lora_rank=8"),
+    ("lora_experts=true", "lora_rank=2", "decoder_block=llama"): ("write lora_experts=false",),
     ("num_experts=4", "--num_experts_per_tok=5"): (
       "--num_experts_per_tok",
       "num_experts_per_tok=4",

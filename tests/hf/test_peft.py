@@ -52,10 +52,12 @@ def random_adapter(path, leaf, trained):
   return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(chunks))
 
 
-def make_run(root, family, name, trained="lora"):
+def make_run(root, family, name, trained="lora", *, of_experts=False):
   """Create a run with the fixture's weights and adapters, some of which are trained."""
   hf, keys = model_keys(FIXTURES / family)
   overrides = (*overrides_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
+  if of_experts:
+    overrides += ("lora_experts=true",)
   cfg = load_config(overrides, defaults=DEFAULTS | keys, needs_data=False)
   params = abstract_params(cfg.model)
   adapters = {path: leaf for path, leaf in params.items() if "/lora_" in path}
@@ -68,22 +70,26 @@ def make_run(root, family, name, trained="lora"):
   write_parameters(folder / "checkpoints" / "0", weights)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+WITH_EXPERTS = ("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts")
+CASES = (*FAMILIES, *WITH_EXPERTS)
+
+
+@pytest.fixture(scope="module", params=CASES)
 def exported(request, tmp_path_factory):
   """(family, root) with the run `tuned`, exported to `adapter` and `merged`."""
-  family = request.param
+  family, _, of_experts = request.param.partition(" with ")
   root = tmp_path_factory.mktemp(family)
-  # peft cannot load adapters of the MLPs of a mixture.
-  make_run(
-    root, family, "tuned", "attention" if MODELS[FAMILIES[family].decoder_block].is_moe else "lora"
-  )
+  trained = "lora"
+  if MODELS[FAMILIES[family].decoder_block].is_moe:  # peft cannot load adapters of its other MLPs
+    trained = "attention|moe/lora"
+  make_run(root, family, "tuned", trained, of_experts=bool(of_experts))
   overrides = overrides_of(root, "tuned")
   assert converted("to_peft", FIXTURES / family, *overrides, f"output_path={root}/adapter") == 0
   assert converted("to_hf", *overrides, f"output_path={root}/merged") == 0
   return family, root
 
 
-@pytest.mark.parametrize("exported", fast_only(FAMILIES, "llama"), indirect=True)
+@pytest.mark.parametrize("exported", fast_only(CASES, "llama", WITH_EXPERTS[0]), indirect=True)
 def test_base_and_adapters_equal_the_merged_model(exported):
   family, root = exported
   config = json.loads((root / "adapter" / "adapter_config.json").read_text())
@@ -114,7 +120,9 @@ def test_base_and_adapters_equal_the_merged_model(exported):
   reason="needs torch, transformers and peft: pip install -e .[hf]",
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses deprecated names of transformers
-@pytest.mark.parametrize("exported", fast_only(FAMILIES, "llama"), indirect=True)
+# peft compares its own patterns of experts' parameters with names of modules only.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+@pytest.mark.parametrize("exported", fast_only(CASES, "llama", WITH_EXPERTS[0]), indirect=True)
 def test_peft_computes_what_the_run_does(exported):
   import torch
   from peft import PeftModel

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
-from maxlite.kernels.grouped_mlp.api import Biases, grouped_mlp
+from maxlite.kernels.grouped_mlp.api import grouped_mlp
+from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.layers.mlp import build_activation
 
 HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
@@ -124,6 +125,46 @@ def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
       arrays, expected = solved_case(routing, biased)
       results = without_dead_rows(run(backend, *arrays), ROUTINGS[routing])
       assert_equal_trees(results, expected, unit=1e-12)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_adapters_are_low_rank_changes_of_the_matrices(backend):
+  """In values, and in the gradients of rows, matrices and both factors."""
+  sizes = ROUTINGS["tail"]
+  rng = np.random.default_rng(6)
+  wi, wo, biases = make_params(rng, biased=True)
+  x_MD, weight_M, dy_MD = make_rows(rng, sizes)
+
+  def adapter(w_GDF):
+    rank = 3
+    a_GDR = rng.normal(size=(NUM_GROUPS, w_GDF.shape[1], rank))
+    return Adapter(a_GDR, rng.normal(size=(NUM_GROUPS, rank, w_GDF.shape[2])))
+
+  adapters = Adapters(tuple(adapter(w) for w in wi), adapter(wo))
+
+  def with_factors(x_MD, weight_M, wi, wo, adapters):
+    options = {"activation": GATED, "biases": biases, "adapters": adapters, "backend": backend}
+    return grouped_mlp(x_MD, weight_M, wi, wo, np.array(sizes), **options)
+
+  def with_sums(x_MD, weight_M, wi, wo, adapters):
+    changed = [
+      w + adapter.a_GDR @ adapter.b_GRF for w, adapter in zip(wi, adapters.wi, strict=True)
+    ]
+    changed_wo = wo + adapters.wo.a_GDR @ adapters.wo.b_GRF
+    params = tuple(changed), changed_wo, biases
+    return network(backend, np.array(sizes), x_MD, weight_M, params)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def solve(function, dy_MD, *operands):
+    y_MD, vjp = jax.vjp(function, *operands)
+    dx_MD, dweight_M, *dparams = vjp(dy_MD)
+    return y_MD, dx_MD, dweight_M, dparams
+
+  with jax.enable_x64(True):
+    operands = (dy_MD, x_MD, weight_M, wi, wo, adapters)
+    results = without_dead_rows(solve(with_factors, *operands), sizes)
+    expected = without_dead_rows(solve(with_sums, *operands), sizes)
+    assert_equal_trees(results, expected, unit=1e-12)
 
 
 @pytest.mark.parametrize("backend", HERE)

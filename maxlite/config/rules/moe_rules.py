@@ -43,6 +43,22 @@ def moe_layers(cfg: Config) -> Violations:
     )
 
 
+def adapters(cfg: Config) -> Violations:
+  """The rules on the adapters of routed experts."""
+  model = cfg.model
+  if not model.lora.lora_experts:
+    return
+  if not model.family.is_moe:
+    yield Violation(
+      ["lora_experts", "decoder_block"], "this family has no experts; write lora_experts=false"
+    )
+  elif model.lora.lora_rank == 0:
+    yield Violation(
+      ["lora_experts", "lora_rank"],
+      "adapters need a rank; write lora_rank=8, or lora_experts=false",
+    )
+
+
 def router(cfg: Config) -> Violations:
   """The rules on the router and on its groups."""
   moe = cfg.model.moe
@@ -169,4 +185,4 @@ def expert_matmuls(cfg: Config) -> Violations:
     )
 
 
-MOE_RULES = (moe_layers, router, buffers, expert_matmuls)
+MOE_RULES = (moe_layers, adapters, router, buffers, expert_matmuls)
