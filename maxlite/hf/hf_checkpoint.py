@@ -87,9 +87,9 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
   quantization: Json = None
   if (directory / CONFIG).is_file():  # a folder with weights alone is not quantized
     quantization = read_config(directory).get("quantization_config")
-  method = None
-  if quantization:
-    method = quantization.get("quant_method")
+  if not quantization:
+    return unpack(tensors)
+  method = quantization.get("quant_method")
   if method == block_fp8.METHOD:
     return block_fp8.unpack_fp8(tensors, block_fp8.block_shape_of(quantization))
   if method == packed_int4.METHOD:
