@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import checkpoint_managers
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
@@ -51,7 +50,7 @@ from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
-from maxlite.layers.lora import OPTIONAL_MODULES
+from maxlite.layers.lora import drop_missing_modules
 from maxlite.sharding.pytree import PyTree
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
@@ -303,7 +302,7 @@ class Checkpoints:
       if manifest is not None:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
-          part = {"params": _drop_missing(abstract.params, manifest)}
+          part = {"params": drop_missing_modules(abstract.params, set(manifest["body"]["leaves"]))}
           prefix = PARAMS
         self._require_same_structure(step, manifest, part, prefix)
         state, damage = self._state(step, part, manifest)
@@ -488,14 +487,3 @@ def _damaged_leaf(state: PyTree, manifest: Manifest) -> str:
     if checksum != saved[name]["checksum"]:
       return f"the bits of {name} are not those that were saved (checksum {checksum:08x})"
   return ""
-
-
-def _drop_missing(params: PyTree, manifest: Manifest) -> PyTree:
-  """Drop parameters of optional modules, such as adapters, that the checkpoint does not have."""
-  saved = manifest["body"]["leaves"]
-  kept = {}
-  for path, leaf in flatten_dict(params).items():
-    is_optional = not set(path).isdisjoint(OPTIONAL_MODULES)
-    if not is_optional or "/".join(("params", *path)) in saved:
-      kept[path] = leaf
-  return unflatten_dict(kept)

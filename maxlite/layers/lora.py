@@ -7,7 +7,7 @@ Source: Hu et al., LoRA (2021), section 4.1.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,16 @@ def _merged_kernel(
 
 def _at_least_float32(w: jax.Array) -> jax.Array:
   return w.astype(accumulator_dtype(w.dtype))
+
+
+def drop_missing_modules(params: PyTree, saved: Collection[str]) -> PyTree:
+  """`params` without those of optional modules that are not among the paths `saved` of a state."""
+  kept = {}
+  for path, leaf in flatten_dict(params).items():
+    is_optional = not set(path).isdisjoint(OPTIONAL_MODULES)
+    if not is_optional or "/".join(("params", *path)) in saved:
+      kept[path] = leaf
+  return unflatten_dict(kept)
 
 
 def drop_modules(

@@ -30,11 +30,11 @@ def grouped_mlp(
   activation: Callable[..., jax.Array],
   biases: Biases | None = None,
   adapters: Adapters | None = None,
-  backend: str,
+  backend: str,  # one of GROUPED_MATMUL_BACKENDS
   wi_tiles: Tiles = DEFAULT_TILES,
   wo_tiles: Tiles = DEFAULT_TILES,
-  quantization: str = "",
-  interpret: bool = False,
+  quantization: str = "",  # as in grouped_matmul
+  interpret: bool = False,  # run Megablox without a TPU, for tests
 ) -> jax.Array:
   """y_M = weight (activation(x wi[0] + bi[0], ...) wo + bo), in x's shape and type.
 
@@ -43,9 +43,6 @@ def grouped_mlp(
     group_sizes_G: the sum must not exceed M.
     adapters: low-rank changes of the matrices, of which wi and wo are then the first part.
     activation: maps len(wi) arrays of one shape to one array, elementwise.
-    backend: one of `GROUPED_MATMUL_BACKENDS`.
-    quantization: the argument of `grouped_matmul`.
-    interpret: run Megablox without a TPU, for tests.
   """
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   _check_shapes(x_M, weight_M, wi_GDF, wo_GFD)
