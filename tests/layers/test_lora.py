@@ -6,7 +6,7 @@ from maxlite.layers.lora import drop_missing_modules, merge_lora
 
 
 def test_only_optional_parameters_that_were_not_saved_are_dropped():
-  """A run with adapters of attention goes on with adapters of the experts too."""
+  """A run with adapters of attention is continued with adapters of the experts too."""
   attention = {"kernel": 1, "lora_a": {"kernel": 2}, "lora_b": {"kernel": 3}}
   moe = {"wi_0": 4, "lora_a": {"wi_0": 5}, "lora_b": {"wi_0": 6}}
   saved = {"params/attention/kernel", "params/attention/lora_a/kernel"}
