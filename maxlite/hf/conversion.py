@@ -31,10 +31,11 @@ from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
-from maxlite.hf.hf_folder import shorten_list, write_json
+from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
+from maxlite.hf.text_model import other_parts
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
 from maxlite.metrics.waits import report_wait
@@ -84,6 +85,9 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   if damaged:
     total = not_finite.total()
     notes.append(f"{total:,} weights are NaN or infinite, in {shorten_list(damaged)}")
+  left_out = other_parts(family, read_tensors(directory))
+  if left_out:
+    notes.append(f"only the text model, without {shorten_list(left_out)}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
   if not tokenizer and cfg.data.tokenizer_type == "byte":

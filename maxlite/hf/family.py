@@ -198,6 +198,10 @@ class HfFamily:
   extra_ignored: Callable[[ModelConfig], Sequence[str]] = _no_more_ignored
   mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
+  # The model_type of a larger model that has this one as its `text_config`.
+  nested_in: str = ""
+  # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
+  alternatives: Sequence[TensorRule] = ()
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
   def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:

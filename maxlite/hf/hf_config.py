@@ -14,6 +14,7 @@ from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
+from maxlite.hf.text_model import nested, text_values, with_alternatives
 
 LARGE = 10**6  # sizes up to this are plausible
 
@@ -26,11 +27,8 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   """
   values = read_config(directory)
   file = directory / CONFIG
-  model_type = values.get("model_type")
-  if str(model_type) not in FAMILIES:
-    raise UserError(f"{file} has model_type={model_type!r}; supported are {', '.join(FAMILIES)}")
-  family = FAMILIES[str(model_type)]
   quantization = values.get("quantization_config")
+  family, values = _family_of(values, file)
   if quantization:
     _require_readable(quantization, family, file)
   try:
@@ -50,7 +48,25 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
     tensors = read_tensors(directory)
     stored = family.mtp.stored_prefixes(typed["base_num_decoder_layers"], tensors)
     typed["mtp_num_layers"] = min(typed["mtp_num_layers"], len(stored))
+  if family.alternatives:
+    family = with_alternatives(family, read_tensors(directory))
   return family, typed
+
+
+def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
+  """Return (family, the part of config.json that it reads)."""
+  model_type = values.get("model_type")
+  larger = {}
+  for family in FAMILIES.values():
+    if family.nested_in:
+      larger[family.nested_in] = family
+  if model_type in larger:
+    family = larger[model_type]
+    return nested(family), text_values(values, family, file)
+  if str(model_type) not in FAMILIES:
+    supported = ", ".join([*FAMILIES, *larger])
+    raise UserError(f"{file} has model_type={model_type!r}; supported are {supported}")
+  return FAMILIES[str(model_type)], values
 
 
 def _require_readable(quantization: Json, family: HfFamily, file: Path) -> None:

@@ -45,6 +45,8 @@ ROPE_TYPES = {"llama3": "llama3.1"}  # config.json's rope_type: ours, where they
 ROPE_UNUSED = {
   "type", "factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
   "low_freq_factor", "high_freq_factor", "short_factor", "long_factor",
+  # The positions of text are the same on all axes of an image.
+  "mrope_section", "mrope_interleaved",
 }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
   is_generation_known = (target / GENERATION).exists()
   if has_tokenizer and not is_generation_known and (source / FOLDER_CONFIG).is_file():
     config = read_config(source)
+    if isinstance(config.get("text_config"), dict):  # of a model that reads images too
+      config = config["text_config"] | config
     ids = {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}
     if ids:
       write_json(target / GENERATION, ids)

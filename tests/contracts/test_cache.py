@@ -14,7 +14,7 @@ from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 
 # With those of DRAFTED and of inference/tiny_engine.py, every way to attend and to build a layer.
-FAST = ("gemma2",)
+FAST = ("gemma2", "gemma4")
 NUM_ROWS = 4
 NUM_TOKENS = 14
 NUM_PROMPT = 8

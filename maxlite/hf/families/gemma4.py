@@ -227,7 +227,7 @@ def _unused_tensors(cfg: ModelConfig) -> Sequence[str]:
   names = "|".join(_UNUSED_KEYS_VALUES)
   regexes = []
   for layer in range(first, cfg.base_num_decoder_layers):
-    regexes.append(rf"model\.layers\.{layer}\.self_attn\.({names})\.weight")
+    regexes.append(rf"model\.(language_model\.)?layers\.{layer}\.self_attn\.({names})\.weight")
   return regexes
 
 
@@ -292,5 +292,6 @@ GEMMA4 = HfFamily(
   rope_from_hf=_rope_from_hf,
   rope_to_hf=_rope_to_hf,
   extra_ignored=_unused_tensors,
+  nested_in="gemma4",
 )
 FAMILIES = (GEMMA4,)

@@ -64,6 +64,11 @@ MIXTURE = (
   *mlp("moe/shared_experts", "mlp.shared_expert"),
   TensorRule("moe/shared_expert_gate/kernel", "mlp.shared_expert_gate.weight", "d f -> f d"),
 )
+# Of all experts in one tensor, as the weights of Qwen3.5 were published.
+FUSED_EXPERTS = (
+  TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e (g f) d"),
+  TensorRule("moe/wo", "mlp.experts.down_proj", "e f d -> e d f"),
+)
 _DEFAULT_INTERVAL = 4  # of transformers, where config.json has neither interval nor types
 GATED_DELTA_KEYS = (
   Key("gdn_conv_kernel_dim", "linear_conv_kernel_dim"),
@@ -233,8 +238,10 @@ QWEN3_5 = HfFamily(
   partial_rotary=True,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
-  required={"mtp_use_dedicated_embeddings": False},
+  required={"mtp_use_dedicated_embeddings": False, "attn_output_gate": True},
   mtp=dataclasses.replace(_MTP, key="mtp_num_hidden_layers"),
+  nested_in="qwen3_5",
+  unread=("mlp_only_layers", "mamba_ssm_dtype"),  # all layers have an MLP; the state is float32
 )
 QWEN3_5_MOE = dataclasses.replace(
   QWEN3_5,
@@ -255,6 +262,8 @@ QWEN3_5_MOE = dataclasses.replace(
   aux_loss_key="router_aux_loss_coef",
   extra_from_hf=_mixture_from_hf,
   extra_to_hf=_mixture_to_hf,
-  unread=("intermediate_size",),
+  nested_in="qwen3_5_moe",
+  alternatives=FUSED_EXPERTS,
+  unread=("intermediate_size", "mamba_ssm_dtype"),
 )
 FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
