@@ -154,8 +154,11 @@ def dense():
   return trainer, with_drawn_adapters(trainer.init_state())
 
 
-def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense):
-  trainer, state = dense
+@pytest.mark.parametrize("num_micro", [1, 4])
+def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_micro):
+  _, state = dense
+  keys = DENSE | ADAPTERS | {"gradient_accumulation_steps": num_micro}
+  trainer = trainer_on("", 1, **keys, per_device_batch_size=ROWS)
   rows = draw_pairs(0)
   step = jax.jit(trainer.build_parts(0).gradients)
   result = step(state.params, None, place(trainer, packed(rows)), jax.random.key(0))
