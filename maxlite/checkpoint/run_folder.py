@@ -14,8 +14,9 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
 from maxlite.config.object_store import (
@@ -38,7 +39,7 @@ from maxlite.config.saved import differences, read_values
 from maxlite.config.schema import KEYS
 from maxlite.config.yaml_files import MODEL_FILE, read_file
 
-Changes: TypeAlias = dict[str, tuple[Any, Any]]  # {key: (value before, value now)}
+Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
 _LOCK = ".lock"
 _STEP = re.compile("0|[1-9][0-9]*")  # 00099 is not a step, nor are digits of other scripts
 _BEST = "best"  # stands for the best member of an ensemble
@@ -335,7 +336,7 @@ def _irregularity(path: Path, *, is_folder: bool) -> str:
   return ""
 
 
-def _only_data(name: str, before: Any, now: Any) -> bool:
+def _only_data(name: str, before: KeyValue, now: KeyValue) -> bool:
   """Return whether two values of `phases` differ only in their data, which shape no weights."""
   if name != "phases":
     return False

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
-from maxlite.config.json_values import JsonObject
+from maxlite.config.config_field import KeyValue
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
@@ -134,7 +134,7 @@ def _require_one_model(members: Mapping[str, Config]) -> None:
 
 def _solo_mesh(mesh: MeshConfig) -> MeshConfig:
   """A mesh without members; `fsdp` takes the devices of the axis `ensemble`."""
-  changes: JsonObject = {}
+  changes: dict[str, KeyValue] = {}
   for kind in ("ici", "dcn"):
     degrees = {}
     for axis in MESH_AXES:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlite.config import Config
-from maxlite.config.json_values import JsonObject
+from maxlite.config.config_field import KeyValue
 from maxlite.config.members import MemberConfig
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
@@ -107,7 +107,7 @@ class ConfigPrograms:
     is_divided = placement.num_parts * placement.copies > 1
     if num_devices == len(self._devices) and not is_divided:
       return cfg
-    degrees: JsonObject = {}
+    degrees: dict[str, KeyValue] = {}
     if is_divided or num_devices == 1:
       for axis in MESH_AXES:
         degrees[f"ici_{axis}_parallelism"] = 1

@@ -8,7 +8,7 @@ are independent: a completion does not depend on the requests that share the bat
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class _Prompts(NamedTuple):
 
 
 # (params, state, argument) -> (new state, tokens).
-_Function = Callable[[PyTree, DecodeState, Any], tuple[DecodeState, jax.Array]]
+_Function = Callable[[PyTree, DecodeState, PyTree], tuple[DecodeState, jax.Array]]
 
 
 class _Carry(NamedTuple):

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
+from maxlite.config.json_values import JsonObject
 from maxlite.metrics.step_row import LoggedRow, Row
 
 # Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
@@ -147,7 +148,7 @@ class JsonlWriter:
     self._file.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[JsonObject]:
   """Read a file of `JsonlWriter` without an incomplete last line; empty if there is no file.
 
   None means not finite.
@@ -158,7 +159,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
   return [row for _, row in _lines_and_rows(path)]
 
 
-def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines_and_rows(path: Path) -> Iterator[tuple[str, JsonObject]]:
   """Yield the complete lines of a file and their rows."""
   if not path.exists():
     return
@@ -171,7 +172,7 @@ def _lines_and_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
       raise UserError(f"{path} line {number} is not a row of metrics: fix or move the file")
 
 
-def _parse_row(line: str) -> dict[str, Any] | None:
+def _parse_row(line: str) -> JsonObject | None:
   """The row of a line; None if the line is incomplete or is not a row."""
   try:
     row = json.loads(line)
@@ -220,7 +221,7 @@ class WandbWriter:
   def __init__(
     self,
     directory: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     project: str,
     name: str,

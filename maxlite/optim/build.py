@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.registry import OPTIMIZERS, SCHEDULES
 from maxlite.config.schema import ModelConfig, OptimizerConfig
@@ -115,7 +116,7 @@ def build_optimizer(
     return _chain(cfg, names, model, clips)
 
   @functools.wraps(OptimizerConfig, updated=())  # Optax reads the names of its arguments
-  def rebuild(**values: Any) -> optax.GradientTransformation:
+  def rebuild(**values: KeyValue) -> optax.GradientTransformation:
     return _chain(OptimizerConfig(**values), names, model, clips)
 
   fixed = vars(cfg).keys() - in_state
@@ -135,7 +136,7 @@ def learning_rate(cfg: OptimizerConfig, opt_state: optax.OptState) -> jax.Array:
 def _num_updates(opt_state: optax.OptState) -> jax.Array:
   """The number of updates so far, by which the schedule is read."""
 
-  def is_of_schedule(key_path: tuple, _: Any) -> bool:
+  def is_of_schedule(key_path: tuple, _: object) -> bool:
     return getattr(key_path[-1], "tuple_name", "") == "ScaleByScheduleState"
 
   return optax.tree.get(opt_state, "count", filtering=is_of_schedule)

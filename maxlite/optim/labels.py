@@ -6,7 +6,6 @@ Whether a phase trains it, whether it decays, and how its optimizer state is sha
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import optax
@@ -54,7 +53,7 @@ def labels_of(params: PyTree, regexes: Iterable[str]) -> Labels:
   for regex in regexes:
     trained |= _matching(regex, paths)
 
-  def label(key_path: tuple, _: Any) -> str:
+  def label(key_path: tuple, _: object) -> str:
     return TRAIN if path_of(key_path) in trained else FROZEN
 
   return jax.tree.map_with_path(label, params)
@@ -159,7 +158,7 @@ def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.Gradi
 def decay_mask(params: PyTree) -> PyTree:
   """True for each parameter that decays: all except norms and biases."""
 
-  def decays(key_path: tuple, _: Any) -> bool:
+  def decays(key_path: tuple, _: object) -> bool:
     return re.search(NO_DECAY, path_of(key_path)) is None
 
   return jax.tree.map_with_path(decays, params)
@@ -183,7 +182,7 @@ def state_names(opt_state: optax.OptState, params: PyTree, names: PyTree) -> PyT
   A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter.
   All others (counts, factored moments) are small and replicated.
   """
-  of_parameter: dict[tuple[Any, ...], jax.P] = {}
+  of_parameter: dict[tuple[object, ...], jax.P] = {}
   leaves = jax.tree.leaves_with_path(params)
   for (key_path, leaf), leaf_names in zip(leaves, jax.tree.leaves(names), strict=True):
     of_parameter[key_path, leaf.shape] = leaf_names

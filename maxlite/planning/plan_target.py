@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 from maxlite.config import Config
+from maxlite.config.config_field import KeyValue
 from maxlite.planning.topology import Topology, parse_topology
 from maxlite.sharding.mesh import MESH_AXES, dcn_degrees, resolve_degrees
 from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
@@ -84,7 +84,7 @@ def _target_of_cpu_devices(cfg: Config, topology: Topology, missing: str) -> Pla
   ici = mesh_degrees(cfg.mesh, "ici")
   dcn = mesh_degrees(cfg.mesh, "dcn")
   sizes, slices = resolve_degrees(ici, dcn, num_devices, topology.num_slices)
-  one_slice: dict[str, Any] = {}
+  one_slice: dict[str, KeyValue] = {}
   for axis, size in zip(MESH_AXES, sizes, strict=True):
     one_slice[f"ici_{axis}_parallelism"] = size
     one_slice[f"dcn_{axis}_parallelism"] = 1

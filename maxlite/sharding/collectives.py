@@ -1,10 +1,12 @@
 """Inside `jax.shard_map`: gathering of weights, varying mesh axes, and the zig-zag of positions."""
 
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from maxlite.sharding.pytree import PyTree
 
 MeshAxes = tuple[str, ...]
 
@@ -49,7 +51,11 @@ def _scatter(
 _gather.defvjp(_gather_forward, _scatter)
 
 
-def pvary(*trees: Any) -> tuple:
+_Tree = TypeVar("_Tree")  # of arrays
+_Number = TypeVar("_Number", int, jax.Array)
+
+
+def pvary(*trees: PyTree) -> tuple[PyTree, ...]:
   """The pytrees, every array cast to vary over all mesh axes that any of the arrays varies over.
 
   If rows vary between shards and the weight they are multiplied by does not, the gradient of the
@@ -72,21 +78,21 @@ def _varying(array: jax.Array) -> frozenset[str]:
   return jax.typeof(array).manual_axis_type.varying
 
 
-def psum(x: Any, mesh_axes: MeshAxes) -> Any:
+def psum(x: _Tree, mesh_axes: MeshAxes) -> _Tree:
   """The pytree x summed over shards; unchanged over no axes, which `jax.lax.psum` rejects."""
   if not mesh_axes:
     return x
   return jax.lax.psum(x, mesh_axes)
 
 
-def pmax(x: Any, mesh_axes: MeshAxes) -> Any:
+def pmax(x: _Tree, mesh_axes: MeshAxes) -> _Tree:
   """The maximum of x over shards; unchanged over no axes."""
   if not mesh_axes:
     return x
   return jax.lax.pmax(x, mesh_axes)
 
 
-def zigzag_chunks(shard: Any, num_shards: int) -> tuple[Any, Any]:
+def zigzag_chunks(shard: _Number, num_shards: int) -> tuple[_Number, _Number]:
   """The chunks p and 2 P - 1 - p of shard p: each has as many keys in the past of its queries.
 
   Source: Brandon et al., Striped Attention (2023), section 3, for the imbalance of causal masks.

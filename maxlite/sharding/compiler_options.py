@@ -6,7 +6,6 @@ for it.
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -60,7 +59,7 @@ def _compile_nothing(device: jax.Device, options: Options) -> None:
   program.lower().compile()
 
 
-def _parse(value: Any) -> Any:
+def _parse(value: bool | int | float | str) -> bool | int | float | str:
   """The boolean or number that a text spells, or the value itself."""
   if not isinstance(value, str):
     return value

@@ -1,10 +1,10 @@
 """Arrays in the host's pinned memory, which a device reads and writes directly."""
 
-from typing import Any
+import jax
 
 HOST_MEMORY = "pinned_host"
 
 
-def is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
   """Whether an array, or a ShapeDtypeStruct with a sharding, is in the host's memory."""
   return leaf.sharding.memory_kind == HOST_MEMORY

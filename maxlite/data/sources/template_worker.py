@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -37,7 +38,7 @@ class RenderError(ValueError):
   """A template is invalid, rejects its variables, or exceeds the limits."""
 
 
-def render(source: str, today: datetime.date, **variables: Any) -> str:
+def render(source: str, today: datetime.date, **variables: object) -> str:
   """Render the template `source`, or only compile it if there are no `variables`."""
   request = json.dumps({"source": source, "today": today.isoformat(), "variables": variables})
   with _LOCK:
@@ -91,7 +92,7 @@ class _Generation(Extension):
     body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
     return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-  def _mark(self, caller: Any) -> str:
+  def _mark(self, caller: Callable[[], str]) -> str:
     return f"{OPEN}{caller()}{CLOSE}"
 
 
@@ -110,7 +111,7 @@ def _compile(source: str, today: str) -> jinja2.Template:
 
 
 def _to_json(
-  x: Any,
+  x: object,
   ensure_ascii: bool = False,
   indent: int | None = None,
   separators: tuple[str, str] | None = None,
@@ -130,7 +131,7 @@ def _raise(message: str) -> NoReturn:
   raise jinja2.TemplateError(message)
 
 
-def _response(source: str, today: str, variables: dict[str, Any]) -> dict[str, str]:
+def _response(source: str, today: str, variables: dict[str, object]) -> dict[str, str]:
   """Return the rendered `text`, or an `error`."""
   text = ""
   try:

@@ -6,9 +6,10 @@ import jax
 from flax import serialization
 
 from maxlite.config.errors import UserError
+from maxlite.sharding.pytree import PyTree
 
 
-def to_bytes(tree: Any) -> bytes:
+def to_bytes(tree: PyTree) -> bytes:
   """Bytes of a tree of dicts, lists and tuples with arrays, random keys, numbers, strings and None.
 
   Raises:
@@ -39,7 +40,7 @@ def to_bytes(tree: Any) -> bytes:
     ) from error
 
 
-def from_bytes(data: bytes) -> Any:
+def from_bytes(data: bytes) -> PyTree:
   """The tree, with NumPy arrays and random keys."""
   content = serialization.msgpack_restore(data)
   structure = jax.tree_util.PyTreeDef.deserialize_using_proto(
@@ -52,6 +53,6 @@ def from_bytes(data: bytes) -> Any:
   return jax.tree.unflatten(structure, leaves.values())
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
   """Whether a leaf is an array of typed random keys."""
   return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
