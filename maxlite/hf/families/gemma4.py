@@ -107,7 +107,7 @@ def _global_sizes(hf: ConfigJson, interval: int) -> tuple[int, int]:
   if by_layer is None:
     return head_dim, num_kv_heads
   # transformers does not read the other keys beside per_layer_config.
-  of_global = dict(by_layer.get(str(interval - 1), {}))
+  of_global: JsonObject = dict(by_layer.get(str(interval - 1), {}))
   expected = {}
   if of_global:
     numbers = range(interval - 1, hf["num_hidden_layers"], interval)
