@@ -21,11 +21,18 @@ class Launch:
   def __init__(self, folder: Path, *options: str, **keys: object):
     folder.mkdir(parents=True, exist_ok=True)
     self._log = folder / f"launch{time.monotonic_ns()}.txt"
-    arguments = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **keys)).items()]
-    command = [sys.executable, str(LOCAL), *map(str, options), "--", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    all_keys = KEYS | keys_in(folder, **keys)
+    arguments = [f"{name}={value}" for name, value in all_keys.items()]
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = str(ROOT)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     with self._log.open("wb") as log:
-      self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+      self.process = subprocess.Popen(
+        [sys.executable, str(LOCAL), *map(str, options), "--", *arguments],
+        stdout=log,
+        stderr=log,
+        env=environment,
+      )
 
   @property
   def output(self) -> str:
@@ -40,7 +47,11 @@ class Launch:
 
   def wait_for(self, text: str, times: int = 1, seconds: float = 900) -> None:
     """Wait until the regular expression `text` matches the output `times` times."""
-    self.wait_until(lambda: len(re.findall(text, self.output, re.M)) >= times, seconds)
+
+    def is_found() -> bool:
+      return len(re.findall(text, self.output, re.M)) >= times
+
+    self.wait_until(is_found, seconds)
 
   def wait_until(self, condition: Callable[[], bool], seconds: float = 900) -> None:
     deadline = time.monotonic() + seconds
@@ -51,7 +62,8 @@ class Launch:
 
   def process_id(self, rank: int) -> int:
     """OS process id of the latest process of this rank."""
-    return int(re.findall(rf"process {rank} of .* with process number (\d+)", self.output)[-1])
+    starts = re.findall(rf"process {rank} of .* with process number (\d+)", self.output)
+    return int(starts[-1])
 
 
 def run(folder: Path, *options: str, **keys: object) -> str:

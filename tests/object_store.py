@@ -16,14 +16,12 @@ def s3_server() -> Iterator[str]:
   logging.getLogger("werkzeug").setLevel("ERROR")
   thread = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
   thread.start()
-  url = "http://{}:{}".format(*thread.get_host_and_port())
+  host, port = thread.get_host_and_port()
+  url = f"http://{host}:{port}"
   with pytest.MonkeyPatch.context() as patch:
-    for name, value in {
-      "AWS_ACCESS_KEY_ID": "test",
-      "AWS_SECRET_ACCESS_KEY": "test",
-      "AWS_ENDPOINT_URL": url,
-    }.items():
-      patch.setenv(name, value)
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_ENDPOINT_URL", url)
     yield url
   thread.stop()
 
@@ -39,13 +37,11 @@ def gcs_server() -> Iterator[str]:
     _send_generations(patch)
     emulator = server.create_server("127.0.0.1", 0, in_memory=True)
     emulator.start()
-    url = "http://{}:{}".format(*emulator._api._httpd.server_address)
-    for name, value in {
-      "STORAGE_EMULATOR_HOST": url,
-      "TENSORSTORE_GCS_HTTP_URL": url,
-      "GOOGLE_AUTH_TOKEN_FOR_TESTING": "test",  # otherwise TensorStore looks for a metadata server
-    }.items():
-      patch.setenv(name, value)
+    host, port = emulator._api._httpd.server_address
+    url = f"http://{host}:{port}"
+    patch.setenv("STORAGE_EMULATOR_HOST", url)
+    patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+    patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "test")  # else TensorStore asks a metadata server
     yield url
     emulator.stop()
 
@@ -62,8 +58,9 @@ def _send_generations(patch: pytest.MonkeyPatch) -> None:
   def download_with_generation(request, response, storage, *others, **keys):
     download(request, response, storage, *others, **keys)
     if response.status < 300:
-      names = request.params["bucket_name"], request.params["object_id"]
-      response["x-goog-generation"] = storage.get_file_obj(*names)["generation"]
+      params = request.params
+      stored = storage.get_file_obj(params["bucket_name"], params["object_id"])
+      response["x-goog-generation"] = stored["generation"]
 
   patch.setattr(objects, "download", download_with_generation)
 

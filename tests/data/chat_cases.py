@@ -31,20 +31,22 @@ ANSWERS = {
   INSTRUCT: "{{ ' ' + message.content | trim + eos_token }}",
   PLAIN: "{{ message.content + eos_token }}",
 }
-MARKED = [
-  template.replace("%s", "{% generation %}" + answer + "{% endgeneration %}")
-  for template, answer in ANSWERS.items()
-]
-UNMARKED = [template.replace("%s", answer) for template, answer in ANSWERS.items()]
+MARKED = []
+UNMARKED = []
+for template, answer in ANSWERS.items():
+  MARKED.append(template.replace("%s", "{% generation %}" + answer + "{% endgeneration %}"))
+  UNMARKED.append(template.replace("%s", answer))
 
 
 def turns(*contents, system=""):
   """Alternating messages of user and assistant."""
   roles = ["user", "assistant"] * len(contents)
-  messages = [
-    {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
-  ]
-  return [{"role": "system", "content": system}, *messages] if system else messages
+  messages = []
+  if system:
+    messages.append({"role": "system", "content": system})
+  for role, content in zip(roles, contents, strict=False):
+    messages.append({"role": role, "content": content})
+  return messages
 
 
 CONVERSATIONS = [
@@ -65,7 +67,10 @@ def save_tokenizer(folder, metaspace="", **configs):
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=metaspace)
     alphabet = sorted({*TEXT, *"<|im_endstaroxf>/[INST]\n🙂é▁"})
   trainer = trainers.BpeTrainer(
-    vocab_size=340, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+    vocab_size=340,
+    special_tokens=list(SPECIALS),
+    initial_alphabet=alphabet,
+    show_progress=False,
   )
   tokenizer.train_from_iterator([TEXT] * 3, trainer)
   folder.mkdir(exist_ok=True)

@@ -178,15 +178,21 @@ class _Layer(nn.Module):
 
 
 def _of_array(function):
+  """The same function with the module as its first argument."""
   return lambda _, x: function(x)
 
 
-OPERATIONS = {
-  name: _of_array(function)
-  for table in (ELEMENTWISE, REDUCTIONS, MOVES, CONTROL)
-  for name, function in table.items()
-} | MODULES
-assert len(OPERATIONS) == sum(map(len, (ELEMENTWISE, REDUCTIONS, MOVES, CONTROL, MODULES)))
+def _all_operations():
+  """All operations by name; no two tables have one name."""
+  operations = {}
+  for table in (ELEMENTWISE, REDUCTIONS, MOVES, CONTROL):
+    assert not operations.keys() & table.keys()
+    operations |= {name: _of_array(function) for name, function in table.items()}
+  assert not operations.keys() & MODULES.keys()
+  return operations | MODULES
+
+
+OPERATIONS = _all_operations()
 ACTIVATIONS = [
   nn.relu,
   nn.gelu,

@@ -42,8 +42,15 @@ LONGROPE = {
 OTHERS: dict[str, list[Any]] = {
   "rope_theta": [77.0, None],
   "rope_scaling": [
-    *({}, {"type": "linear", "factor": 2.0}, LLAMA3, YARN, YARN | {"truncate": None}),
-    *(TWO_MSCALES, YARN | {"attention_factor": 1.5}, DYNAMIC, LONGROPE),
+    {},
+    {"type": "linear", "factor": 2.0},
+    LLAMA3,
+    YARN,
+    YARN | {"truncate": None},
+    TWO_MSCALES,
+    YARN | {"attention_factor": 1.5},
+    DYNAMIC,
+    LONGROPE,
     LONGROPE | {"attention_factor": 1.5},
   ],
   "rope_parameters": [{}, {"rope_theta": 77.0}, LLAMA3, YARN, {**YARN, "factor": None}],
@@ -99,14 +106,18 @@ def config_of(model_type: str) -> dict[str, Any]:
 def variants_of(model_type: str) -> Iterator[Variant]:
   """Yield variants of a fixture's config.json: one key removed, null, or changed."""
   base = config_of(model_type)
-  cls = config_class(model_type)
-  names = {field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")}
-  names |= set(base) | set(OTHERS) | WITHOUT_EFFECT | set(FAMILIES[model_type].unread)
-  fields = {field.name: field.default for field in dataclasses.fields(cls)}
+  defaults = {}
+  for field in dataclasses.fields(config_class(model_type)):
+    defaults[field.name] = field.default
+  names = {name for name in defaults if not name.startswith("_")}
+  names |= set(base)
+  names |= set(OTHERS)
+  names |= WITHOUT_EFFECT
+  names |= set(FAMILIES[model_type].unread)
   for name in sorted(names - {"model_type", "quantization_config"}):
     if name in base:
       yield Variant(f"{name} removed", without(base, name))
-    known = base.get(name, fields.get(name))
+    known = base.get(name, defaults.get(name))
     for value in [None, *changes(known), *OTHERS.get(name, [])]:
       yield Variant(f"{name}={value!r}", base | {name: value})
     if isinstance(base.get(name), dict):
@@ -153,7 +164,9 @@ def config_class(model_type: str) -> type:
   """Return the config class of transformers."""
   from transformers import CONFIG_MAPPING
 
-  return CONFIG_MAPPING["deepseek_v3" if model_type == "kimi_k2" else model_type]
+  if model_type == "kimi_k2":
+    model_type = "deepseek_v3"
+  return CONFIG_MAPPING[model_type]
 
 
 def register_mistral4() -> None:
@@ -211,7 +224,10 @@ class Folder:
     with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
       try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-          self.path, output_loading_info=True, attn_implementation="eager", dtype="float32"
+          self.path,
+          output_loading_info=True,
+          attn_implementation="eager",
+          dtype="float32",
         )
         if info["missing_keys"] or info["mismatched_keys"]:
           return None

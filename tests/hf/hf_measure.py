@@ -43,13 +43,21 @@ SIMPLEST = {"attention": "reference", "grouped_matmul": "reference", "scan_unrol
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-  """Errors of logits, relative to the largest; of the worst gradient, to its norm; of losses."""
+  """Differences between both implementations.
+
+  Attributes:
+    logits: the largest error of a logit, relative to the largest logit.
+    gradient: the norm of the error of the worst gradient, relative to its norm.
+    worst: the parameter of that gradient.
+    loss: the error of the loss before the first step.
+    losses: the largest error of a loss after steps of AdamW.
+  """
 
   logits: float
   gradient: float
-  worst: str  # its parameter
+  worst: str
   loss: float
-  losses: float  # after AdamW steps
+  losses: float
 
 
 def measure(folder: Path) -> Errors:
@@ -59,24 +67,20 @@ def measure(folder: Path) -> Errors:
   batch = batch_of(expected)
   step = compiled_step(trainer)
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract_state.opt_state)
-  losses = []
   (loss, logits), grads, params, opt_state = step(params, zeros, batch)
-  losses.append(loss)
+  losses = [loss]
   for _ in expected["losses"][1:]:
     (loss, _), _, params, opt_state = step(params, opt_state, batch)
     losses.append(loss)
-  relative = {
-    path: float(np.linalg.norm(ours - theirs) / max(np.linalg.norm(theirs), 1e-6))
-    for path, ours, theirs in pairs(grads, gradients)
-  }
-  worst = max(relative, key=relative.__getitem__)
+  gradient_errors = relative_errors(grads, gradients)
+  worst = max(gradient_errors, key=gradient_errors.__getitem__)
   differences = np.abs(np.asarray(losses) - expected["losses"])
   return Errors(
-    logits_error(logits, expected),
-    relative[worst],
-    worst,
-    float(differences[0]),
-    float(differences[1:].max()),
+    logits=logits_error(logits, expected),
+    gradient=gradient_errors[worst],
+    worst=worst,
+    loss=float(differences[0]),
+    losses=float(differences[1:].max()),
   )
 
 
@@ -93,8 +97,9 @@ def batch_of(expected: Any) -> tuple:
 
 
 def logits_error(logits: Any, expected: Any) -> float:
-  largest = np.abs(expected["logits_BTV"]).max()
-  return float(np.abs(logits - expected["logits_BTV"]).max() / largest)
+  want_BTV = expected["logits_BTV"]
+  error = np.abs(logits - want_BTV).max()
+  return float(error / np.abs(want_BTV).max())
 
 
 def opened(folder: Path) -> tuple[Trainer, Any, Any]:
@@ -124,9 +129,11 @@ def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
   """Return (mean loss over tokens with a next token in their document, logits_BTV)."""
   tokens_BT, segment_BT, _ = batch
   logits_BTV = trainer.model.apply({"params": params}, *batch)
-  same_BT = (segment_BT[:, 1:] == segment_BT[:, :-1]).astype(jnp.float32)
-  losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV[:, :-1], tokens_BT[:, 1:])
-  return jnp.sum(losses_BT * same_BT) / jnp.sum(same_BT), logits_BTV
+  has_next_BT = segment_BT[:, 1:] == segment_BT[:, :-1]
+  weight_BT = has_next_BT.astype(jnp.float32)
+  targets_BT = tokens_BT[:, 1:]
+  losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV[:, :-1], targets_BT)
+  return jnp.sum(losses_BT * weight_BT) / jnp.sum(weight_BT), logits_BTV
 
 
 def compiled_step(trainer: Trainer) -> Any:
@@ -142,10 +149,15 @@ def compiled_step(trainer: Trainer) -> Any:
   return jit(step)
 
 
-def pairs(ours: Any, theirs: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
-  """Return [(path, our leaf, their leaf)]."""
-  there = leaves_by_path(theirs)
-  return [(p, np.asarray(leaf), np.asarray(there[p])) for p, leaf in leaves_by_path(ours).items()]
+def relative_errors(ours: Any, theirs: Any) -> dict[str, float]:
+  """Return the norm of the error of each leaf, relative to the norm of their leaf, by its path."""
+  errors = {}
+  expected = leaves_by_path(theirs)
+  for path, leaf in leaves_by_path(ours).items():
+    want = np.asarray(expected[path])
+    error = np.linalg.norm(np.asarray(leaf) - want)
+    errors[path] = float(error / max(np.linalg.norm(want), 1e-6))
+  return errors
 
 
 def main() -> None:

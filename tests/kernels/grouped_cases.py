@@ -4,6 +4,7 @@ A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,17 +20,26 @@ INTERPRETED = {
 }
 NARROW_ONLY = frozenset(INTERPRETED)  # they have no float64
 
-# (rows M, inner D, outer F, sizes); rows past the last group are NaN.
+
+class Case(NamedTuple):
+  """The shape of a grouped matmul; rows past the last group are NaN."""
+
+  num_rows: int
+  num_in: int
+  num_out: int
+  sizes: tuple[int, ...]
+
+
 CASES = {
-  "uniform": (96, 8, 16, (32, 32, 32)),
-  "skewed": (1200, 5, 7, (3, 1090, 0, 90, 17)),
-  "one_hot": (130, 8, 4, (0, 0, 130, 0)),
-  "empty_ends": (40, 6, 6, (0, 17, 23, 0)),
-  "tail": (200, 6, 10, (33, 0, 65, 1)),
-  "no_rows_used": (20, 4, 4, (0, 0)),
-  "one_row": (1, 3, 5, (0, 1, 0)),
-  "few_rows": (42, 5, 7, (0, 11, 0, 3, 16, 0, 8, 1)),
-  "no_rows": (0, 4, 6, (0, 0)),
+  "uniform": Case(96, 8, 16, (32, 32, 32)),
+  "skewed": Case(1200, 5, 7, (3, 1090, 0, 90, 17)),
+  "one_hot": Case(130, 8, 4, (0, 0, 130, 0)),
+  "empty_ends": Case(40, 6, 6, (0, 17, 23, 0)),
+  "tail": Case(200, 6, 10, (33, 0, 65, 1)),
+  "no_rows_used": Case(20, 4, 4, (0, 0)),
+  "one_row": Case(1, 3, 5, (0, 1, 0)),
+  "few_rows": Case(42, 5, 7, (0, 11, 0, 3, 16, 0, 8, 1)),
+  "no_rows": Case(0, 4, 6, (0, 0)),
 }
 # Sizes of four groups with up to 200 rows: values of an array, so that one program runs them all.
 ROUTINGS = {
@@ -57,17 +67,19 @@ def multiplier(backend, tiles=DEFAULT_TILES):
 
 def make_case(name, dtype=np.float64):
   """(x_MD, w_GDF, sizes_G, dy_MF) with NaN and infinity in rows that must not be read."""
-  return fill_case(*CASES[name], dtype)
+  return fill_case(CASES[name], dtype)
 
 
-def fill_case(num_rows, num_in, num_out, sizes, dtype=np.float64):
+def fill_case(case, dtype=np.float64):
+  """The arrays of `make_case` for any shape."""
   draw = np.random.default_rng(0).normal
-  x_MD = draw(size=(num_rows, num_in))
-  dy_MF = draw(size=(num_rows, num_out))
-  x_MD[sum(sizes) :] = np.nan
-  dy_MF[sum(sizes) :] = np.inf
-  w_GDF = draw(size=(len(sizes), num_in, num_out))
-  sizes_G = np.array(sizes, np.int32)
+  num_used = sum(case.sizes)
+  x_MD = draw(size=(case.num_rows, case.num_in))
+  dy_MF = draw(size=(case.num_rows, case.num_out))
+  x_MD[num_used:] = np.nan
+  dy_MF[num_used:] = np.inf
+  w_GDF = draw(size=(len(case.sizes), case.num_in, case.num_out))
+  sizes_G = np.array(case.sizes, np.int32)
   return x_MD.astype(dtype), w_GDF.astype(dtype), sizes_G, dy_MF.astype(dtype)
 
 
@@ -88,7 +100,9 @@ def _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF):
 
 def oracle(x_MD, w_GDF, sizes_G, dy_MF):
   """The same results from one NumPy product per group, in float64."""
-  x_MD, w_GDF, dy_MF = (np.asarray(a, np.float64) for a in (x_MD, w_GDF, dy_MF))
+  x_MD = np.asarray(x_MD, np.float64)
+  w_GDF = np.asarray(w_GDF, np.float64)
+  dy_MF = np.asarray(dy_MF, np.float64)
   y_MF = np.zeros_like(dy_MF)
   dx_MD = np.zeros_like(x_MD)
   dw_GDF = np.zeros_like(w_GDF)
@@ -111,15 +125,22 @@ def assert_close(actual, expected, unit):
 
 def assert_right_for_every_routing(multiply, num_in, num_out, dtype):
   for sizes in ROUTINGS.values():
-    assert_right(multiply, *fill_case(200, num_in, num_out, sizes, dtype))
+    case = Case(200, num_in, num_out, sizes)
+    x_MD, w_GDF, sizes_G, dy_MF = fill_case(case, dtype)
+    assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF)
 
 
 def assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF):
   """Value and gradients are exact up to one rounding, and exactly zero outside of groups."""
-  y_MF, dx_MD, dw_GDF = results = run(multiply, x_MD, w_GDF, sizes_G, dy_MF)
-  assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (x_MD.dtype, x_MD.dtype, w_GDF.dtype)
+  results = run(multiply, x_MD, w_GDF, sizes_G, dy_MF)
+  y_MF, dx_MD, dw_GDF = results
+  assert y_MF.dtype == x_MD.dtype
+  assert dx_MD.dtype == x_MD.dtype
+  assert dw_GDF.dtype == w_GDF.dtype
   unit = NARROW_UNITS[x_MD.dtype.name]
-  assert_close(results, oracle(x_MD, w_GDF.astype(x_MD.dtype), sizes_G, dy_MF), unit)
-  assert not y_MF[sizes_G.sum() :].any()
-  assert not dx_MD[sizes_G.sum() :].any()
+  expected = oracle(x_MD, w_GDF.astype(x_MD.dtype), sizes_G, dy_MF)
+  assert_close(results, expected, unit)
+  num_used = sizes_G.sum()
+  assert not y_MF[num_used:].any()
+  assert not dx_MD[num_used:].any()
   assert not dw_GDF[sizes_G == 0].any()

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from typing import NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -27,22 +28,37 @@ CHIPS = {
   "v6e": {"topology_name": "v6e:2x2"},
   "tpu7x": {"topology_name": "tpu7x:2x2x1"},
 }
-# Rows, groups and weight axes of the matmul of one expert shard.
+
+
+class Shape(NamedTuple):
+  """The sizes of the matmul of one expert shard."""
+
+  num_rows: int
+  num_groups: int
+  num_in: int
+  num_out: int
+
+  @property
+  def transposed(self) -> "Shape":
+    """The shape of the matmul back to the width of the rows."""
+    return self._replace(num_in=self.num_out, num_out=self.num_in)
+
+
 SHAPES = {
-  "odd": (1000, 3, 200, 136),
-  "deepseek2-16b": (49152, 16, 2048, 1408),
-  "deepseek2-16b, worst case": (196608, 16, 2048, 1408),
-  "deepseek2-16b, all experts": (49152, 64, 2048, 1408),
-  "deepseek2-236b": (49152, 40, 5120, 1536),
-  "mixtral-8x7b": (49152, 2, 4096, 14336),
-  "mixtral-8x7b, all experts": (49152, 8, 4096, 14336),
-  "deepseek2-16b, gate and up": (196608, 16, 2048, 2816),
-  "mixtral-8x7b, gate and up": (65536, 2, 4096, 28672),
-  "qwen3-30b-a3b": (196608, 32, 2048, 768),
+  "odd": Shape(1000, 3, 200, 136),
+  "deepseek2-16b": Shape(49152, 16, 2048, 1408),
+  "deepseek2-16b, worst case": Shape(196608, 16, 2048, 1408),
+  "deepseek2-16b, all experts": Shape(49152, 64, 2048, 1408),
+  "deepseek2-236b": Shape(49152, 40, 5120, 1536),
+  "mixtral-8x7b": Shape(49152, 2, 4096, 14336),
+  "mixtral-8x7b, all experts": Shape(49152, 8, 4096, 14336),
+  "deepseek2-16b, gate and up": Shape(196608, 16, 2048, 2816),
+  "mixtral-8x7b, gate and up": Shape(65536, 2, 4096, 28672),
+  "qwen3-30b-a3b": Shape(196608, 32, 2048, 768),
 }
 
 
-def compile_for(chip: str, num_rows: int, num_groups: int, num_in: int, num_out: int) -> str:
+def compile_for(chip: str, shape: Shape) -> str:
   """The program's HLO: value and both gradients, bfloat16 rows and float32 weights."""
   topology = topologies.get_topology_desc(platform="tpu", **CHIPS[chip])
   mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("expert",))
@@ -52,33 +68,38 @@ def compile_for(chip: str, num_rows: int, num_groups: int, num_in: int, num_out:
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
   def all_three(x_MD, w_GDF, sizes_G, dy_MF):
-    y_MF, vjp = jax.vjp(lambda x, w: sharded(x, w, sizes_G), x_MD, w_GDF)
+    def multiply_groups(x_MD, w_GDF):
+      return sharded(x_MD, w_GDF, sizes_G)
+
+    y_MF, vjp = jax.vjp(multiply_groups, x_MD, w_GDF)
     return y_MF, *vjp(dy_MF)
 
-  arrays = (
-    ((num_rows, num_in), jnp.bfloat16),
-    ((num_groups, num_in, num_out), jnp.float32),
-    ((num_groups,), jnp.int32),
-    ((num_rows, num_out), jnp.bfloat16),
+  def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, whole))
+
+  lowered = jax.jit(all_three).lower(
+    array((shape.num_rows, shape.num_in), jnp.bfloat16),
+    array((shape.num_groups, shape.num_in, shape.num_out), jnp.float32),
+    array((shape.num_groups,), jnp.int32),
+    array((shape.num_rows, shape.num_out), jnp.bfloat16),
   )
-  structs = [jax.ShapeDtypeStruct(*a, sharding=NamedSharding(mesh, whole)) for a in arrays]
-  return jax.jit(all_three).lower(*structs).compile().as_text()
+  return lowered.compile().as_text()
 
 
 def main(chips: list[str], shapes: list[str]) -> None:
   for chip in chips:
-    for shape in shapes:
-      rows, groups, *dims = SHAPES[shape]
-      for num_in, num_out in (dims, dims[::-1]):
+    for name in shapes:
+      for shape in (SHAPES[name], SHAPES[name].transposed):
         start = time.perf_counter()
-        report = {"chip": chip, "shape": shape, "in": num_in, "out": num_out}
+        report = {"chip": chip, "shape": name, "in": shape.num_in, "out": shape.num_out}
         try:
-          hlo = compile_for(chip, rows, groups, num_in, num_out)
+          hlo = compile_for(chip, shape)
           report["kernels"] = hlo.count('custom_call_target="tpu_custom_call"')
           report["dense_products"] = hlo.count(" dot(") + hlo.count(" convolution(")
         except jax.errors.JaxRuntimeError as error:
           report["error"] = str(error)[:2000]
-        print(json.dumps(report | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)
+        report["seconds"] = round(time.perf_counter() - start, 1)
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from grouped_cases import (
+  Case,
   assert_close,
   assert_right_for_every_routing,
   fill_case,
@@ -39,7 +40,7 @@ def test_tiles_that_divide_no_axis_give_the_same_result(dtype):
 
 def test_each_pass_uses_its_tile_in_the_order_of_the_weights_axes():
   tiles = Tiles(fwd=(16, 128, 512), dlhs=(32, 512, 128), drhs=(64, 256, 256))
-  x_MD, w_GDF, sizes_G, dy_MF = fill_case(64, 512, 1024, (64,), np.float32)
+  x_MD, w_GDF, sizes_G, dy_MF = fill_case(Case(64, 512, 1024, (64,)), np.float32)
 
   def all_three(x_MD, w_GDF, dy_MF):
     multiply = functools.partial(megablox.grouped_matmul, group_sizes_G=sizes_G, tiles=tiles)
@@ -57,7 +58,7 @@ def test_each_pass_uses_its_tile_in_the_order_of_the_weights_axes():
 
 @pytest.mark.parametrize("tile", [(100, 128, 128), (128, 100, 128), (128, 128, 130)])
 def test_an_unsupported_tile_is_an_error(tile):
-  x_MD, w_GDF, sizes_G, _ = fill_case(128, 256, 256, (128,), np.float32)
+  x_MD, w_GDF, sizes_G, _ = fill_case(Case(128, 256, 256, (128,)), np.float32)
   with pytest.raises(ValueError, match=r"Megablox tile \[1.*rows must be a multiple of 16"):
     megablox.grouped_matmul(x_MD, w_GDF, sizes_G, Tiles(drhs=tile))
 
@@ -75,7 +76,9 @@ def sharded_multiply(check_vma):
 
 
 def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
-  cases = [fill_case(20, 6, 10, sizes, np.float32) for sizes in ((3, 9), (0, 0), (20, 0), (1, 19))]
+  cases = []
+  for sizes in ((3, 9), (0, 0), (20, 0), (1, 19)):
+    cases.append(fill_case(Case(20, 6, 10, sizes), np.float32))
   x_MD, dy_MF = (np.concatenate([case[i] for case in cases]) for i in (0, 3))
   w_GDF = cases[0][1]
   sizes_PG = np.stack([case[2] for case in cases])
@@ -94,16 +97,17 @@ def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
 
 def test_jax_s_kernels_do_not_support_check_vma():
   """If this fails, remove Megablox from WITHOUT_VMA."""
-  x_MD, w_GDF, sizes_G, _ = fill_case(80, 6, 10, (3, 9), np.float32)
+  x_MD, w_GDF, sizes_G, _ = fill_case(Case(80, 6, 10, (3, 9)), np.float32)
   with pytest.raises(ValueError, match="check_vma=False"):
     sharded_multiply(check_vma=True)(x_MD, w_GDF, np.stack([sizes_G] * 4))
 
 
 def test_default_tiles_are_whole_axes_or_multiples_of_lanes_with_little_waste():
   for kind in TPU_SPECS:
-    for rows, groups, *dims in SHAPES.values():
-      for num_in, num_out in (dims, dims[::-1]):
-        for m, d, f in choose_tiles(rows, groups, num_in, num_out, 2, 4, kind):
+    for one_way in SHAPES.values():
+      for shape in (one_way, one_way.transposed):
+        num_rows, num_groups, num_in, num_out = shape
+        for m, d, f in choose_tiles(num_rows, num_groups, num_in, num_out, 2, 4, kind):
           assert m % 16 == 0
           for width, dim in ((d, num_in), (f, num_out)):
             assert width == dim or (width % 128 == 0 and width < dim)

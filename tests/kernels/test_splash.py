@@ -41,12 +41,13 @@ def compile_to_three_kernels(chips, shapes):
 @needs_libtpu
 def test_the_plan_counts_the_blocks_that_are_visited():
   (report,) = compile_to_three_kernels(["v5p"], ["small"])
-  num_positions, num_heads, _, key_channels, value_channels, _ = SHAPES["small"]
-  # the window reaches one block before the diagonal
-  block = num_positions // 18
+  shape = SHAPES["small"]
+  # The window reaches one block before the diagonal.
+  block = shape.num_positions // 18
   visited = 18 + 17
-  per_score = 5 * key_channels + 4 * value_channels  # two products forward, seven backward
-  assert report["flops"] == 2 * visited * block**2 * num_heads * per_score
+  # Two products forward, seven backward.
+  per_score = 5 * shape.num_channels + 4 * shape.num_value_channels
+  assert report["flops"] == 2 * visited * block**2 * shape.num_heads * per_score
 
 
 @pytest.mark.slow
