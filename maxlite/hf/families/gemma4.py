@@ -117,8 +117,9 @@ def _global_sizes(hf: ConfigJson, interval: int) -> tuple[int, int]:
       f"config.json has per_layer_config={by_layer}, but maxlite supports only one head_dim and "
       "num_key_value_heads for all global layers: choose another checkpoint"
     )
-  head_dim = of_global.get("head_dim", hf["head_dim"])
-  return head_dim, of_global.get("num_key_value_heads", hf["num_key_value_heads"])
+  sizes: JsonObject = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
+  sizes |= of_global
+  return sizes["head_dim"], sizes["num_key_value_heads"]
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
