@@ -222,20 +222,31 @@ def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path
   assert not trainer.inputs_hash
 
 
+def write_lines(file, records):
+  file.parent.mkdir(exist_ok=True)
+  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
 def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   pairs = [{"prompt": f"{n}", "chosen": f"{n}", "rejected": f"{n + 1}"} for n in range(40)]
-  folder.mkdir(exist_ok=True)
-  (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
-  keys = DENSE | ADAPTERS | PAIRS
+  write_lines(folder / "pairs.jsonl", pairs)
+  write_lines(folder / "chats.jsonl", [{"prompt": f"{n}", "completion": f"{n}"} for n in range(9)])
+  fit = "{name: fit, train: ['.*lora_.*'], steps: 1, loss: next_token, dataset_type: chat"
+  fit += f", dataset_path: [{folder}/chats.jsonl]}}"
+  phases = f"[{{name: tune, train: ['.*lora_.*'], steps: 3}}, {fit}]"
+  keys = DENSE | ADAPTERS | PAIRS | {"phases": phases}
   keys |= {"dataset_path": folder / "pairs.jsonl", "max_target_length": 64, "eval_fraction": 0.2}
   code, output = start(folder, **keys)
   assert code == 0
   assert " pairs; eval " in output
-  first, *_, last = logged(folder)
+  rows = logged(folder)
+  assert [row["phase"] for row in rows] == [0, 0, 0, 1, 0, 0, 0, 1]
+  first, *_, last_pairs, last = rows
   # Before the first update, model and reference are equal.
   np.testing.assert_allclose(first["loss"], np.log(2), rtol=1e-5)
   np.testing.assert_allclose(first["rewards/margins"], 0, atol=1e-5)
-  assert last["rewards/margins"] > 0
+  assert last_pairs["rewards/margins"] > 0
+  assert "rewards/margins" not in last
   assert 0 <= last["eval_rewards/accuracies"] <= 1
   capsys.readouterr()
   assert run_evaluation(config_of(**keys_in(folder, **keys))) == 0

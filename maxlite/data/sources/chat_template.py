@@ -111,11 +111,10 @@ class ChatTemplate:
         last one, and several answers follow.
     """
     texts = self.render_answers(messages)
-    if self._marks_answers:
+    num_before = _count_answers(messages[:num_prompt])
+    if num_before and self._marks_answers:  # a message may have no block, or several
       prompt = self._render(messages[:num_prompt], add_generation_prompt=False)
       num_before = len(_extract_spans(prompt).answers)
-    else:
-      num_before = _count_answers(messages[:num_prompt])
     if len(texts) == 1:
       text = texts[0]
       return RenderedText(text.text, text.answers[num_before:])
