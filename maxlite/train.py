@@ -1,5 +1,6 @@
 """`python -m maxlite.train configs/base.yml key=value`: train a model or an ensemble."""
 
+import gc
 import sys
 
 from maxlite.config import exit_on_user_error, main_config
@@ -32,4 +33,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exit_code = main()
+  gc.freeze()  # collections at exit would visit all objects of JAX, for half a second
+  sys.exit(exit_code)

@@ -299,7 +299,7 @@ class Trainer:
   def init_state(self, params: PyTree = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; it donates `params`, see `init`."""
     init = jit_init(self.init, out_shardings=self.state_shardings, donate_argnums=1)
-    return init(jnp.uint32(self.cfg.run.init_weights_seed), params)
+    return init(np.uint32(self.cfg.run.init_weights_seed), params)
 
 
 def build_trainer(
