@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import maxlite
@@ -154,6 +153,8 @@ def our_step(folder, packing):
   reason="needs torch, transformers and TRL: pip install -e .[hf,trl]",
 )
 def test_loss_rewards_and_gradients_equal_those_of_trl(tmp_path):
+  from safetensors.torch import save_file
+
   policy = build_torch(0)
   reference = build_torch(1)
   for name, model in (("policy", policy), ("reference", reference)):
