@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.inspect.plainness import density_of
+from tools.inspect.plainness import GOALS, density_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
@@ -193,6 +193,13 @@ def test_code_is_plain(folder):
   excess = _excess_by_folder(ROOT / folder)
   denser = {name: value for name, value in excess.items() if value > 1}
   assert not denser, "run tools/inspect/plainness.py FOLDER --worst 10"
+
+
+def test_tests_are_plain():
+  """Numeric assertions have more expressions per line than other code."""
+  figures = density_of(path for path in PROGRAMS if path.is_relative_to(ROOT / "tests")).figures()
+  kinds = ("named lambdas", "packed assignments", "conditional expressions")
+  assert not [kind for kind in kinds if figures[kind] > GOALS[kind]]
 
 
 DENSE_CODE = """

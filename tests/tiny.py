@@ -64,9 +64,13 @@ def uneven_batch(seed: int) -> Batch:
   draw = np.random.default_rng(seed)
   rows = []
   for row in range(ROWS):
-    num_tokens = 0 if row % 4 == 3 or row == 6 else draw.integers(4, LENGTH + 1)
-    cuts = np.unique(draw.integers(1, max(num_tokens, 2), 2)) if num_tokens else []
-    lengths = np.diff([0, *cuts, num_tokens]) if num_tokens else np.zeros(0, int)
+    if row % 4 == 3 or row == 6:
+      num_tokens = 0
+      lengths = np.zeros(0, int)
+    else:
+      num_tokens = draw.integers(4, LENGTH + 1)
+      cuts = np.unique(draw.integers(1, max(num_tokens, 2), 2))
+      lengths = np.diff([0, *cuts, num_tokens])
     ids = draw.integers(VOCAB, size=num_tokens + 1)
     targets = ids[1:].copy()
     targets[np.cumsum(lengths) - 1] = -1
@@ -125,7 +129,8 @@ def state_on(trainer: Trainer, host_state: object) -> object:
 
 def take_steps(trainer: Trainer, host_state: object, batches: list[Batch]) -> tuple[object, list]:
   """(state on the host, metrics of each step) after a step on each batch."""
-  state, rows = state_on(trainer, host_state), []
+  state = state_on(trainer, host_state)
+  rows = []
   for batch in batches:
     state, metrics = trainer.train_step(state, place(trainer, batch))
     rows.append(jax.device_get(metrics))

@@ -142,7 +142,9 @@ def start(
 ) -> tuple[int, str]:
   """(exit code, output) of one start of the run in `folder`."""
   output = output or Output()
-  drawing = contextlib.nullcontext() if plots else empty_plots()
+  drawing = empty_plots()
+  if plots:
+    drawing = contextlib.nullcontext()
   with contextlib.redirect_stdout(output), shared_programs(), drawing:
     code = run_training(config_of(**keys_in(folder, **keys)))
   return code, output.getvalue()
@@ -150,10 +152,10 @@ def start(
 
 def logged(folder: Path) -> list[dict]:
   """The rows of metrics.jsonl without timings."""
-  return [
-    {name: value for name, value in row.items() if name not in CLOCK}
-    for row in read_rows(folder / "run/metrics.jsonl")
-  ]
+  rows = []
+  for row in read_rows(folder / "run/metrics.jsonl"):
+    rows.append({name: value for name, value in row.items() if name not in CLOCK})
+  return rows
 
 
 def expert_loads(folder: Path) -> list[dict]:

@@ -100,11 +100,18 @@ class Variant:
   context: str = "all_gather"  # context_parallel_strategy
 
   def __str__(self) -> str:
-    named = zip(MESH_AXES, self.mesh, strict=True)
-    degrees = " ".join(f"{axis}={degree}" for axis, degree in named if degree > 1)
-    flags = [name for name in ("remat", "scan") if getattr(self, name)]
-    words = [degrees or "one device", self.dispatch, self.backend, self.family, *flags]
-    return " ".join([*words, f"accumulate={self.accumulate}", self.context])
+    degrees = []
+    for axis, degree in zip(MESH_AXES, self.mesh, strict=True):
+      if degree > 1:
+        degrees.append(f"{axis}={degree}")
+    words = degrees or ["one device"]
+    words += [self.dispatch, self.backend, self.family]
+    if self.remat:
+      words.append("remat")
+    if self.scan:
+      words.append("scan")
+    words += [f"accumulate={self.accumulate}", self.context]
+    return " ".join(words)
 
 
 def config_of(family: str, **keys: Any) -> Any:
@@ -139,10 +146,13 @@ def params_of(family: str) -> dict:
   model = Decoder(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
   flat = flatten_dict(_init(model), sep="/")
   draw = np.random.default_rng(1)
-  return {
-    path: draw.normal(size=leaf.shape) * (leaf.shape[-2] ** -0.5 if leaf.ndim > 2 else 0.5)
-    for path, leaf in flat.items()
-  }
+  params = {}
+  for path, leaf in flat.items():
+    scale = 0.5
+    if leaf.ndim > 2:
+      scale = leaf.shape[-2] ** -0.5
+    params[path] = draw.normal(size=leaf.shape) * scale
+  return params
 
 
 def sharder_of(mesh: tuple[int, ...]) -> Sharder:
@@ -168,19 +178,26 @@ def oracle_of(family: str, routing: str) -> dict[str, np.ndarray]:
   return results_of(Variant((1,) * len(MESH_AXES), "oracle", family=family), routing)
 
 
+def _keys_of(variant: Variant) -> dict[str, Any]:
+  """The config keys of a variant."""
+  if variant.dispatch == "oracle":
+    keys = dict(ORACLE)
+  else:
+    keys = dict(DISPATCHES[variant.dispatch])
+  keys["scan_layers"] = variant.scan
+  keys["remat_policy"] = "full" if variant.remat else "none"
+  keys["gradient_accumulation_steps"] = variant.accumulate
+  keys["context_parallel_strategy"] = variant.context
+  if "sparse_matmul" not in keys:
+    keys["grouped_matmul"] = variant.backend
+  return keys
+
+
 @functools.cache
 def _step(variant: Variant) -> Any:
   """The compiled train step, with an optimizer whose state is the gradient."""
-  keys = ORACLE if variant.dispatch == "oracle" else DISPATCHES[variant.dispatch]
-  keys = keys | {
-    "scan_layers": variant.scan,
-    "remat_policy": "full" if variant.remat else "none",
-    "gradient_accumulation_steps": variant.accumulate,
-    "context_parallel_strategy": variant.context,
-  }
-  if "sparse_matmul" not in keys:
-    keys["grouped_matmul"] = variant.backend
-  cfg, sharder = config_of(variant.family, **keys), sharder_of(variant.mesh)
+  cfg = config_of(variant.family, **_keys_of(variant))
+  sharder = sharder_of(variant.mesh)
   model = Decoder(cfg.model, sharder)
   keep = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -195,21 +212,20 @@ def _step(variant: Variant) -> Any:
     rng = jax.random.key_data(jax.random.key(0))
     return step(TrainState(zero, params, keep.init(params), rng, zero, zero), batch)
 
-  shardings = {
-    path: sharder.sharding(box.names)
-    for path, box in flatten_dict(_init(model, boxed=True), sep="/").items()
-  }
+  boxes = flatten_dict(_init(model, boxed=True), sep="/")
+  shardings = {path: sharder.sharding(box.names) for path, box in boxes.items()}
   rows = sharder.sharding(("activation_batch", "activation_length"))
   return jax.jit(run, in_shardings=(shardings, rows), compiler_options=QUICK_COMPILE)
 
 
 def _init(model: Any, boxed: bool = False) -> dict:
   tokens_BT = np.zeros((NUM_ROWS, LENGTH), np.int32)
-  arguments = jax.random.key(0), tokens_BT, tokens_BT, tokens_BT
   with jax.enable_x64(True):
     init = functools.partial(model.init, method=model.hidden_and_unembedding)
-    params = jax.eval_shape(init, *arguments)["params"]
-  return params if boxed else meta.unbox(params)
+    variables = jax.eval_shape(init, jax.random.key(0), tokens_BT, tokens_BT, tokens_BT)
+  if boxed:
+    return variables["params"]
+  return meta.unbox(variables["params"])
 
 
 def _restacked(params: dict, scan: bool) -> dict:
@@ -228,7 +244,8 @@ def _restacked(params: dict, scan: bool) -> dict:
 
 def _stacked(params: dict) -> dict:
   """The inverse: layers_0/x, layers_1/x, ... as one layers/x."""
-  flat, layers = {}, {}
+  flat = {}
+  layers = {}
   for path, leaf in params.items():
     head, _, rest = path.partition("/")
     stack, _, number = head.rpartition("_")

@@ -34,11 +34,14 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD, _):
+    num_seqs, length, width = x_BTD.shape
     qkv_BTF = nn.Dense(3 * self.heads * 2, use_bias=False)(nn.LayerNorm()(x_BTD))
-    q, k, v = jnp.split(qkv_BTF.reshape(*x_BTD.shape[:2], self.heads, 6), 3, axis=-1)
-    y_BTHC = nn.dot_product_attention(q, k, v)
-    y_BTF = jnp.concatenate([x_BTD, y_BTHC.reshape(*x_BTD.shape[:2], -1)], axis=-1)
-    return x_BTD + nn.Dense(x_BTD.shape[-1])(nn.gelu(y_BTF)), None
+    qkv_BTHC = qkv_BTF.reshape(num_seqs, length, self.heads, 6)
+    q_BTHC, k_BTHC, v_BTHC = jnp.split(qkv_BTHC, 3, axis=-1)
+    o_BTHC = nn.dot_product_attention(q_BTHC, k_BTHC, v_BTHC)
+    o_BTF = o_BTHC.reshape(num_seqs, length, -1)
+    y_BTF = jnp.concatenate([x_BTD, o_BTF], axis=-1)
+    return x_BTD + nn.Dense(width)(nn.gelu(y_BTF)), None
 
 
 class Attender(nn.Module):
@@ -79,10 +82,16 @@ def _cosine_adamw(learning_rate: float, weight_decay: float) -> optax.GradientTr
 FAMILIES = {
   "hyperparameters": [
     Member(
-      Normed(), _cosine_adamw, seed=0, hyperparameters={"learning_rate": 1e-2, "weight_decay": 0.01}
+      Normed(),
+      _cosine_adamw,
+      seed=0,
+      hyperparameters={"learning_rate": 1e-2, "weight_decay": 0.01},
     ),
     Member(
-      Normed(), _cosine_adamw, seed=1, hyperparameters={"learning_rate": 3e-3, "weight_decay": 0.1}
+      Normed(),
+      _cosine_adamw,
+      seed=1,
+      hyperparameters={"learning_rate": 3e-3, "weight_decay": 0.1},
     ),
   ],
   "numbers": [
