@@ -114,6 +114,10 @@ def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, keys, ca
   assert capfd.readouterr().err.count("would have sufficed; replayed") == 3
 
 
+def test_one_shard_of_experts_replays_nothing():
+  assert build("float32", **mesh_keys("fsdp=8"), ragged_buffer_factor=FACTOR).transforms == []
+
+
 RUN = KEYS | {
   "ici_fsdp_parallelism": 2,
   "ici_expert_parallelism": 4,

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from maxlite.config.errors import UserError
 from maxlite.config.schema import MoeConfig
 from maxlite.metrics.waits import print_to_stderr, report_wait
+from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult, StepInputs
 from maxlite.step.train_state import TrainState
@@ -125,6 +126,9 @@ def build_overflow_replay(request: TransformRequest) -> OverflowReplay | None:
   model = request.cfg.model
   if not model.family.is_moe or not model.moe.replays_overflow:
     return None
+  sharder = Sharder(request.mesh, dict(request.cfg.mesh.logical_axis_rules))
+  if sharder.num_shards("exp") == 1:
+    return None  # no rows are exchanged
   return OverflowReplay(model.moe, request.mesh)
 
 
