@@ -3,16 +3,22 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_engine as tiny
 from slow_cases import slow
 
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.drafters import max_num_drafts
+from maxlite.inference.drafters import (
+  DecodedStep,
+  DraftRows,
+  MtpDrafter,
+  PrefilledPrompts,
+  max_num_drafts,
+)
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
+from maxlite.inference.sampling import BatchSamplingParams
 from maxlite.models import Decoder
 from maxlite.optim.labels import path_of
 
@@ -21,6 +27,7 @@ J = 3
 SCALE = {"layers": 0.05, "mtp": 0.2}  # Of the outputs of attention and experts.
 NOISE = 0.2  # Of the projections.
 MTP = {"mtp_num_layers": J}
+EPSILON = tiny.config_of(**MTP).normalization_layer_epsilon
 LATENT = {
   "decoder_block": "deepseek",
   "kv_lora_rank": 8,
@@ -87,21 +94,27 @@ def test_greedy_completions_equal_those_without_drafts(num_rows, num_drafts, key
   assert completions_of(engine_of(num_rows, num_drafts, keys, **degrees)) == expected
 
 
+def states_of_training(tokens_BT):
+  """(x_BTD of the model, y_BTJD of its layers) from an uncached forward pass."""
+  model = Decoder(tiny.config_of(**MTP), tiny.sharder_of())
+  position_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+  inputs = (tokens_BT, np.ones_like(tokens_BT), position_BT)
+
+  @jax.jit
+  def run(params):
+    x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
+    y_BTJD, _ = model.apply({"params": params}, x_BTD, *inputs, method=model.mtp_hidden)
+    return x_BTD, y_BTJD
+
+  return jax.device_get(run(params_of()))
+
+
 def accepted_lengths(prompt, completion):
   """Drafts that each greedy step accepts, from an uncached forward pass over the sequence."""
   tokens_BT = np.zeros((1, tiny.MAX_LENGTH), np.int32)
   tokens_BT[0, : len(prompt) + len(completion)] = [*prompt, *completion]
-  model = Decoder(tiny.config_of(**MTP), tiny.sharder_of())
-  inputs = (tokens_BT, np.ones_like(tokens_BT), np.arange(tiny.MAX_LENGTH)[None])
-
-  @jax.jit
-  def predict(params):
-    x_BTD, _ = model.apply({"params": params}, *inputs, method=model.hidden)
-    y_BTJD, _ = model.apply({"params": params}, x_BTD, *inputs, method=model.mtp_hidden)
-    logits_BTJV = model.apply({"params": params}, y_BTJD, method=model.logits)
-    return jnp.argmax(logits_BTJV[0], axis=-1)
-
-  predicted_TJ = np.asarray(predict(params_of()))
+  _, y_BTJD = states_of_training(tokens_BT)
+  predicted_TJ = np.argmax(y_BTJD[0] @ params_of()["unembed"]["kernel"], axis=-1)
   newest = len(prompt)
   end = len(prompt) + len(completion)
   lengths = []
@@ -130,6 +143,52 @@ def test_a_step_accepts_the_drafts_that_the_layers_get_right():
     assert batcher.throughput.row_steps == len(lengths), (prompt, by_step)
     found += lengths
   assert {0, 1, 2, 3} <= set(found), found
+
+
+def assert_states_of_training(draft, y_BTJD, length_B):
+  """`draft` has the states that training has at the last positions of each layer."""
+  scales = [layer["final_norm"]["scale"] for layer in params_of()["mtp"].values()]
+  for b, length in enumerate(length_B):
+    np.testing.assert_allclose(draft.y_BD[b], y_BTJD[b, length - 1, 0], rtol=1e-3, atol=1e-4)
+    for j, scale in enumerate(scales):
+      h_D = np.asarray(draft.h_BJD[b, j])
+      normed_D = h_D / np.sqrt(np.mean(h_D**2) + EPSILON) * scale
+      np.testing.assert_allclose(normed_D, y_BTJD[b, length - 1 - j, j], rtol=1e-3, atol=1e-4)
+
+
+def test_the_drafter_has_the_states_of_training():
+  """After a prefill and steps that accept none, some or all drafts."""
+  cfg = tiny.config_of(**MTP)
+  num_rows = 2
+  draw = np.random.default_rng(0)
+  tokens_BT = draw.integers(cfg.vocab_size, size=(num_rows, 20), dtype=np.int32)
+  x_BTD, y_BTJD = states_of_training(tokens_BT)
+  params = inference_params(cfg, params_of())
+  drafter = MtpDrafter(inference_model(cfg, tiny.sharder_of()), J)
+  length_B = np.array([3, 5], np.int32)
+  row_B = np.arange(num_rows, dtype=np.int32)
+  prompts = PrefilledPrompts(x_BTD, tokens_BT, length_B, tokens_BT[row_B, length_B])
+  new = jax.jit(drafter.prefill)(params, prompts)
+  draft = drafter.insert(drafter.init(new, num_rows, 0), new, row_B, length_B)
+  assert_states_of_training(draft, y_BTJD, length_B)
+  propose = jax.jit(drafter.propose)
+  advance = jax.jit(drafter.advance)
+  is_active_B = np.ones(num_rows, bool)
+  seen_BV = np.zeros((num_rows, cfg.vocab_size), bool)
+  sampling = BatchSamplingParams.stack([tiny.GREEDY] * num_rows)
+  key_B = jax.random.split(jax.random.key(0), num_rows)
+  for accepted_B in np.array([[2, 0], [3, 1], [0, 3]], np.int32):
+    _, draft = propose(params, draft, DraftRows(length_B, is_active_B, seen_BV, sampling, key_B))
+    columns_BT = length_B[:, None] + np.arange(1 + J)
+    is_rejected_BT = np.arange(1 + J) > accepted_B[:, None]
+    following_BT = tokens_BT[row_B[:, None], columns_BT + 1]
+    following_BT = np.where(is_rejected_BT, following_BT[:, ::-1], following_BT)
+    states_BTD = x_BTD[row_B[:, None], columns_BT]
+    states_BTD = np.where(is_rejected_BT[..., None], states_BTD[:, ::-1], states_BTD)
+    step = DecodedStep(states_BTD, following_BT, accepted_B, length_B, is_active_B)
+    draft = advance(params, draft, step)
+    length_B = length_B + 1 + accepted_B
+    assert_states_of_training(draft, y_BTJD, length_B)
 
 
 def test_a_model_with_recurrent_layers_proposes_nothing():
