@@ -94,7 +94,7 @@ class Segment:
     """
     self.first_row = first_row
     self.used_S = used_S
-    self.units_S = units_S // np.gcd.reduce(units_S)
+    self.units_S = units_S // math.gcd(*units_S.tolist())
     self.source_N = interleave_sources(self.units_S)
     # rank_N[n] is the number of rows of the same source before row n of the table.
     self.rank_N = np.zeros(len(self.source_N), np.int64)

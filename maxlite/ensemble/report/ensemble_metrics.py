@@ -233,7 +233,7 @@ def mean_scores(sums: Mapping[str, ArrayLike], num_bytes: float) -> dict[str, fl
   if "nll" in totals:
     totals["accuracy"] = totals["correct"]
     distances = np.abs(totals["bin_correct"] - totals["bin_confidence"])
-    totals["ece"] = distances.sum()
+    totals["ece"] = np.asarray(distances.sum())
   means: dict[str, float] = {}
   for name in ("nll", "accuracy", "brier", "ece", "disagreement", "mutual_information"):
     if name in totals:
