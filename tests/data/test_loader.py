@@ -20,6 +20,17 @@ NUM_DOCUMENTS = 40
 TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
+def write_conversations(folder, kind, texts):
+  rows = []
+  for i, text in enumerate(texts):
+    if kind == "chat":
+      rows.append({"prompt": f"{i}?", "completion": text[:8]})
+    else:
+      rows.append({"prompt": f"{i}?", "chosen": text[:8], "rejected": text[:4]})
+  (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (folder / "template").write_text(TEMPLATE)
+
+
 def write_source(folder, kind, num_documents):
   texts = [f"{i} " * (3 + i % 11) for i in range(num_documents)]
   if kind == "text":
@@ -27,10 +38,8 @@ def write_source(folder, kind, num_documents):
       (folder / f"{i}.txt").write_text(text)
   if kind == "jsonl":
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-  if kind == "chat":
-    pairs = [{"prompt": f"{i}?", "completion": text[:8]} for i, text in enumerate(texts)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (folder / "template").write_text(TEMPLATE)
+  if kind in ("chat", "preference"):
+    write_conversations(folder, kind, texts)
   if kind == "parquet":
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
@@ -51,7 +60,7 @@ def config(folder, kind="text", num_documents=NUM_DOCUMENTS, **keys):
   folder.mkdir(exist_ok=True)
   write_source(folder, kind, num_documents)
   defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch_buffer_size": 2}
-  if kind == "chat":
+  if kind in ("chat", "preference"):
     defaults["chat_template_path"] = str(folder / "template")
   return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **keys})
 
