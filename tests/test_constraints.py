@@ -51,7 +51,9 @@ def declared():
 
 def test_every_requirement_is_pinned_within_its_range(pins, declared):
   extras = declared["extras_require"]
-  lines = declared["install_requires"] + [line for name in EXTRAS for line in extras[name]]
+  lines = list(declared["install_requires"])
+  for name in EXTRAS:
+    lines += extras[name]
   for requirement in map(Requirement, lines):
     if requirement.marker and not requirement.marker.evaluate({"python_version": pins["python"]}):
       continue
