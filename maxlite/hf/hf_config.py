@@ -60,8 +60,8 @@ def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
   for family in FAMILIES.values():
     if family.nested_in:
       larger[family.nested_in] = family
-  if model_type in larger:
-    family = larger[model_type]
+  if str(model_type) in larger:
+    family = larger[str(model_type)]
     return nested(family), text_values(values, family, file)
   if str(model_type) not in FAMILIES:
     supported = ", ".join([*FAMILIES, *larger])

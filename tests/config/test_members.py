@@ -6,7 +6,7 @@ import pytest
 
 from maxlite.config import UserError, load_config, yaml_files
 from maxlite.config.members import MEMBER_KEYS, members_of
-from maxlite.config.rules.training_rules import TEACHER_KEYS
+from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -143,7 +143,8 @@ def test_keys_that_determine_batches_are_shared():
   assert MEMBER_KEYS & flatten(RunConfig()).keys() == {"init_weights_seed", "model_name"}
   assert flatten(ModelConfig()).keys() - MEMBER_KEYS == {"vocab_size"}
   assert flatten(OptimizerConfig()).keys() - MEMBER_KEYS == {"pbt_hyperparameters"}
-  assert flatten(TrainingConfig()).keys() - MEMBER_KEYS == set(TEACHER_KEYS)
+  of_other_models = {*TEACHER_KEYS, *PREFERENCE_KEYS}
+  assert flatten(TrainingConfig()).keys() - MEMBER_KEYS == of_other_models
 
 
 def test_draws_depend_on_the_seed():

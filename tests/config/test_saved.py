@@ -154,7 +154,7 @@ def test_every_key_of_a_path_that_is_written_or_of_an_address_is_of_this_machine
   words = ("_dir", "_directory", "_path", "_file", "_host", "_port", "_address", "_api_key", "hlo")
   of_places = {name for name in KEYS if name.endswith(words)}
   read_only = {"dataset_path", "eval_dataset_path", "tokenizer_path", "chat_template_path"}
-  only_in_training = {"load_parameters_path", "teacher_path"}
+  only_in_training = {"load_parameters_path", "teacher_path", "reference_path"}
   replaced = {"base_output_directory"}  # by the folder that is opened
   assert of_places - {*MACHINE_KEYS} == read_only | only_in_training | replaced
 

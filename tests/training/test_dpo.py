@@ -264,7 +264,7 @@ def test_a_run_learns_and_evaluates_preferences(folder, capsys):
     ({"reference_path": "nowhere"}, "reference_path=nowhere is not a run folder"),
     ({"loss_type": "next_token"}, "is only read by loss dpo; write loss_type=dpo, or dpo_beta=0.1"),
     ({"dpo_beta": 0}, "the loss would be constant"),
-    ({"mtp_num_layers": 1}, "would train on rejected answers"),
+    ({"mtp_num_layers": 1}, "would also learn the rejected answers"),
     (
       {"sequence_length_schedule": "[[0, 8]]", "phases": "[]", "reference_path": "x"},
       "would cut pairs",
