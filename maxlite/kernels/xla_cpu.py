@@ -4,7 +4,7 @@ Here:
 - `materialized_transpose`, `matmul_few_rows`: faster operands for a product.
 - `pack`, `unpack`: 16-bit arrays carried through loops without conversion.
 - `jit_init`: compiles a function that runs once in half the time.
-- `keep_freed_memory`, `enable_compilation_cache`: process settings.
+- `keep_freed_memory`, `add_threads_for_collectives`, `enable_compilation_cache`: process settings.
 
 Elsewhere, because the workaround is the form of the code:
 - layers/linear.py, kernels/attention/chunked.py, kernels/grouped_matmul/tiled.py: gradients are
@@ -38,6 +38,7 @@ from maxlite.kernels.numerics import dot
 # Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+_NUM_THREADS = 64  # of XLA:CPU where it simulates devices; idle ones cost nothing
 _M_ARENA_MAX = -8
 
 
@@ -119,6 +120,18 @@ def keep_freed_memory() -> None:
     libc.mallopt(_M_ARENA_MAX, 1)  # only the main arena can grow past 64 MiB without mmap
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def add_threads_for_collectives() -> None:
+  """Gives XLA:CPU more threads where it simulates several devices; call it before JAX starts them.
+
+  A collective blocks a thread of every device until all devices have reached it. Members that are
+  sharded have independent collectives, of which a device may have several in progress, so that one
+  thread for each device is too few: they would wait for each other until XLA ends the process.
+  XLA splits matrix products by the number of threads, which affects rounding.
+  """
+  if _simulates_devices():
+    os.environ.setdefault("NPROC", str(_NUM_THREADS))
 
 
 def _simulates_devices() -> bool:

@@ -41,7 +41,7 @@ from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, rungs, survivors
 from maxlite.ensemble.workers.member_workers import MemberWorkers
-from maxlite.kernels.xla_cpu import enable_compilation_cache
+from maxlite.kernels.xla_cpu import add_threads_for_collectives, enable_compilation_cache
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
 from maxlite.runs.open_run import lock_folder, save_config
@@ -80,6 +80,8 @@ def train_ensemble(
   Raises:
     UserError: a mistake in the config, or a run folder that does not fit it.
   """
+  if cfg.ensemble.ensemble_strategy != "submesh":  # which shards no member
+    add_threads_for_collectives()
   console = open_console(quiet=not _is_first_process(peers))
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process(peers)

@@ -221,7 +221,7 @@ def test_collectives_of_many_sharded_members_do_not_deadlock(tmp_path, keys):
   keys += ["steps=3", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
   command = [sys.executable, "-m", "maxlite.train", f"configs/ensemble/{file}", *keys]
   environment = os.environ | {"JAX_NUM_CPU_DEVICES": devices.split("=")[1]}
-  del environment["NPROC"]  # a user has one thread per device
+  del environment["NPROC"]  # users do not set it
   ended = subprocess.run(
     command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
   )
