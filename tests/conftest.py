@@ -28,30 +28,36 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import jax  # noqa: E402
-from jax._src.lru_cache import LRUCache  # noqa: E402
+
+try:
+  # Not public, but JAX's own cache may be read while it is written; without it, nothing is shared.
+  from jax._src.lru_cache import LRUCache
+except ImportError:
+  LRUCache = None
 
 pytest_plugins = ("object_store", "run_fixtures")
 MAPPINGS = Path("/proc/self/maps")
 
 # The folder of compiled programs, which the processes of one run of pytest share. The first process
 # creates it unless the variable is set, as by .ci/run for several runs, so no program is from an
-# earlier run.
+# earlier run. If they cannot share it, each process has one.
 PROGRAMS = "MAXLITE_TEST_PROGRAMS"
-creates_programs = PROGRAMS not in os.environ
+creates_programs = PROGRAMS not in os.environ or LRUCache is None
 if creates_programs:
   os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="maxlite_programs_")
 jax.config.update("jax_compilation_cache_dir", os.environ[PROGRAMS])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
-def put(cache: LRUCache, key: str, value: bytes) -> None:
+def put(cache: "LRUCache", key: str, value: bytes) -> None:
   """Writes an entry of the cache of programs whole; JAX writes it in place, while others read."""
   part = Path(str(cache.path), f"{key}.{os.getpid()}")
   part.write_bytes(value)
   part.replace(part.with_name(f"{key}-cache"))
 
 
-LRUCache.put = put
+if LRUCache is not None:
+  LRUCache.put = put
 
 
 def pytest_unconfigure() -> None:

@@ -18,9 +18,8 @@ from maxlite.layers import cache
 from maxlite.models.decoder import Decoder
 from maxlite.sharding.pytree import PyTree
 
-Draft = (
-  Any  # What a drafter keeps; the first axis of its arrays, except those of caches, is the row.
-)
+# What a drafter keeps; the first axis of its arrays, except those of caches, is the row.
+Draft = Any
 
 
 class PrefilledPrompts(NamedTuple):

@@ -99,14 +99,17 @@ def pair_means(sums: PairSums) -> Metrics:
 
 def count_pairs(batch: DeviceBatch) -> jax.Array:
   """The number of pairs, float32."""
-  num_pairs_B = jnp.max(batch.segment_BT, axis=1) // 2
-  return jnp.sum(num_pairs_B).astype(jnp.float32)
+  return jnp.sum(_num_pairs(batch)).astype(jnp.float32)
 
 
 def _is_pair(batch: DeviceBatch, max_pairs: int) -> jax.Array:
   """[B, P]: whether a row has at least 1, 2, ... pairs."""
-  num_pairs_B = jnp.max(batch.segment_BT, axis=1) // 2
-  return jnp.arange(max_pairs)[None] < num_pairs_B[:, None]
+  return jnp.arange(max_pairs)[None] < _num_pairs(batch)[:, None]
+
+
+def _num_pairs(batch: DeviceBatch) -> jax.Array:
+  """num_pairs_B of each row."""
+  return jnp.max(batch.segment_BT, axis=1) // 2
 
 
 def _token_log_probs(

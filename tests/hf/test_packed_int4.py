@@ -1,19 +1,15 @@
 """Packed 4-bit weights are read as the numbers they represent."""
 
-import json
 import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_measure import FIXTURES, as_numpy
+from hf_measure import FIXTURES
+from quantized_folders import add_to_config, assert_read_as
 from safetensors.numpy import load_file, save_file
 
-from maxlite.config.schema import DEFAULTS, ModelConfig, build
-from maxlite.hf.hf_checkpoint import params_from_hf
-from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import read_header
-from maxlite.hf.load_model import HfWeights, abstract_params
 from maxlite.hf.packed_int4 import require_int4, unpack_int4
 
 GROUP = 4
@@ -117,8 +113,7 @@ def test_a_packed_folder_has_the_parameters_of_its_numbers(tmp_path):
   """The routed experts are packed, as in Kimi-K2; the folder is loaded in bfloat16."""
   folder = tmp_path / "model"
   shutil.copytree(FIXTURES / "kimi_k2", folder)
-  config = json.loads((folder / "config.json").read_text())
-  (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+  add_to_config(folder, quantization_config=QUANTIZATION)
   tensors = {}
   numbers = {}
   for name, array in load_file(folder / "model.safetensors").items():
@@ -129,22 +124,4 @@ def test_a_packed_folder_has_the_parameters_of_its_numbers(tmp_path):
     else:
       tensors[name] = numbers[name] = array.astype(ml_dtypes.bfloat16)
   save_file(tensors, folder / "model.safetensors")
-  assert HfWeights(folder).model.dtype == "bfloat16"
-  plain = tmp_path / "plain"
-  plain.mkdir()
-  (plain / "config.json").write_text(json.dumps(config))
-  save_file(
-    {name: array.astype(ml_dtypes.bfloat16) for name, array in numbers.items()},
-    plain / "model.safetensors",
-  )
-  got = arrays_of(folder)
-  for path, array in arrays_of(plain).items():
-    np.testing.assert_array_equal(got[path], array)
-
-
-def arrays_of(folder):
-  """{path: array} of a folder."""
-  family, keys = model_keys(folder)
-  model = build(ModelConfig, DEFAULTS | keys)
-  params = params_from_hf(folder, family, model, model.vocab_size, abstract_params(model))
-  return {path: as_numpy(chunked) for path, chunked in params.items()}
+  assert_read_as(folder, numbers)
