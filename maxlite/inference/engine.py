@@ -187,12 +187,15 @@ class Engine:
 
   def compile_ahead(self) -> None:
     """Compile all programs that a request may need, except prefill of all rows at once."""
-    self._program(_STEP, self._steps, np.int32(0))
     lengths = {self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}
     for length in sorted(lengths):
-      request = GenerationRequest([0] * length, 0)
-      prompts = self._prompts([request], [0], self.num_shards)
-      self._program(prompts.token_BT.shape, self._prefill, prompts)
+      self.compile_for(GenerationRequest([0] * length, 0))
+
+  def compile_for(self, request: GenerationRequest) -> None:
+    """Compile the programs that complete `request`, if it is added alone."""
+    self._program(_STEP, self._steps, np.int32(0))
+    prompts = self._prompts([request], [0], self.num_shards)
+    self._program(prompts.token_BT.shape, self._prefill, prompts)
 
   def prefill(self, requests: Sequence[GenerationRequest], rows: Sequence[int]) -> np.ndarray:
     """Insert `requests` into the idle rows `rows` and return the first token of each.

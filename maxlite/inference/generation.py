@@ -45,6 +45,7 @@ def run_generation(cfg: Config) -> int:
     _write_lines(dict(zip(requests, prompts, strict=True)), completions)
   else:
     (prompt,) = prompts
+    engine.compile_for(requests[0])  # before the text, which reports of compilation would interrupt
     _write_text(prompt, completions)
   sys.stderr.write(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s\n")
   return 0

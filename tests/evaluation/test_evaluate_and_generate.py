@@ -1,6 +1,7 @@
 """Evaluation of a run and generation with it."""
 
 import contextlib
+import io
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from maxlite.config import load_config
 from maxlite.config.schema import GenerateConfig
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.inference.generation import read_prompts, run_generation
+from maxlite.metrics import waits
 from maxlite.runs.evaluate_run import run_evaluation
 from maxlite.runs.saved_run import config_of_run, main_run_config
 
@@ -158,6 +160,17 @@ def generation_error(finished, capsys, *overrides):
     run_generation(config_of_run(argv))
   (line,) = capsys.readouterr().err.splitlines()
   return line
+
+
+def test_reports_of_compilation_do_not_interrupt_a_completion(finished, monkeypatch):
+  monkeypatch.setattr(waits, "FIRST_SECONDS", 0.01)
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text"]
+  terminal = io.StringIO()
+  with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
+    run_generation(config_of_run([*argv, "prompt=def ", "max_new_tokens=4"]))
+  reports, _, text = terminal.getvalue().partition("def ")
+  assert "compiling a decode step" in reports
+  assert "compiling" not in text
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def test_requests_compile_nothing_after_compile_ahead(two_rows):
   assert engine.compile_seconds == seconds
 
 
+def test_a_request_compiles_nothing_after_compile_for():
+  engine = engine_of(1)
+  (request,) = greedy_requests()[:1]
+  engine.compile_for(request)
+  seconds = engine.compile_seconds
+  assert completions_of(engine, [request]) == [until_stop(greedy_completions()[0])]
+  assert engine.compile_seconds == seconds
+
+
 def test_larger_growth_of_prompts_compiles_fewer_programs():
   engine = engine_of(2, padding={"min_prompt_length": 2, "prompt_growth": 5})
   engine.compile_ahead()
