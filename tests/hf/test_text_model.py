@@ -112,20 +112,10 @@ def test_logits_of_text_are_those_of_the_larger_model(model_type, tmp_path, monk
   sys.modules.pop("hf_parity", None)
   import hf_parity
   import torch
-  import transformers
 
-  text = json.loads((FIXTURES / model_type / "config.json").read_text())
-  text["pad_token_id"] = 0  # which the larger Gemma 4 reads in place of images
-  others = {"vision_config": None}
-  if model_type != "gemma4_text":  # which may have no encoder
-    others["vision_config"] = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2}
-    others["vision_config"]["out_hidden_size"] = text["hidden_size"]
-  others["tie_word_embeddings"] = text["tie_word_embeddings"]
-  cfg = transformers.AutoConfig.for_model(NESTED[model_type], text_config=text, **others)
-  model = transformers.AutoModelForImageTextToText.from_config(cfg, attn_implementation="eager")
-  for name, weight in model.named_parameters():
-    weight.data = hf_parity.random_like(name, weight.data)
-  model.float().save_pretrained(tmp_path / "larger")
+  assert hf_parity.LARGER[NESTED[model_type]] == model_type
+  model = hf_parity.build(NESTED[model_type], seed=0)
+  model.save_pretrained(tmp_path / "larger")
   with torch.no_grad():
     expected = model(input_ids=torch.tensor(TOKENS_BT).long(), use_cache=False).logits.numpy()
   ours, params = maxlite.load(tmp_path / "larger")
