@@ -37,6 +37,7 @@ class ModelFamily:
 
 
 _OLMO2 = ModelFamily(qk_norm="projection", pre_norms=False, post_norms=True)
+_EXAONE4 = ModelFamily(qk_norm="head", pre_norms=False, post_norms=True)
 _GEMMA2 = ModelFamily(
   zero_centred_norms=True, post_norms=True, scaled_embedding=True, global_layer_every=2
 )
@@ -69,6 +70,9 @@ MODELS: dict[str, ModelFamily] = {
   "olmo2": _OLMO2,
   # Olmo Team, Olmo 3 (2025), section 3.2.
   "olmo3": dataclasses.replace(_OLMO2, global_layer_every=4),
+  # LG AI Research, EXAONE 4.0 (2025), section 2.1; the smaller model has only global layers.
+  "exaone4": dataclasses.replace(_EXAONE4, global_layer_every=4, global_rope=False),
+  "exaone4_global": _EXAONE4,
   # Gemma (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
   # Qwen3.5 (2026), dense.
@@ -83,6 +87,8 @@ MODELS: dict[str, ModelFamily] = {
   "mixtral": ModelFamily(is_moe=True),
   # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
   "deepseek": ModelFamily(is_moe=True, latent_attention=True),
+  # Qwen2 Technical Report (2024), section 2.2.2; also Qwen1.5-MoE.
+  "qwen2_moe": ModelFamily(is_moe=True, qkv_bias=True, gated_shared_expert=True),
   # Qwen3 Technical Report (2025), section 2; also dots.llm1.
   "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.

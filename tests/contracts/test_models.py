@@ -52,6 +52,7 @@ FAMILY_KEYS = {
     "sliding_window_size": 3,
     "local_rope_max_timescale": 50.0,
   },
+  "exaone4": {"base_num_decoder_layers": 5, "sliding_window_size": 3},
   "gemma": {"mlp_activations": ("gelu", "linear")},
   "gemma2": {
     "base_num_decoder_layers": 2,
@@ -106,6 +107,7 @@ FAMILY_KEYS = {
     "router": "sigmoid_group_topk",
     "partial_rotary_factor": 0.5,
   },
+  "qwen2_moe": {"shared_experts": 2},
   "qwen3_5": {"partial_rotary_factor": 0.5},
   "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
   "deepseek": {

@@ -10,6 +10,7 @@ from maxlite.hf.families import (
   deepseek,
   dots,
   ernie,
+  exaone,
   gemma,
   gemma4,
   glm,
@@ -21,6 +22,7 @@ from maxlite.hf.families import (
   mixtral,
   olmo,
   phi,
+  qwen2_moe,
   qwen_next,
   smollm,
 )
@@ -46,5 +48,7 @@ for _file in (
   granite,
   mistral4,
   qwen_next,
+  qwen2_moe,
+  exaone,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

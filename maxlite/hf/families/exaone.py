@@ -1,0 +1,71 @@
+"""EXAONE 4.0: norms after attention and MLP only, and no rotary embedding in global layers."""
+
+from collections.abc import Mapping
+
+from maxlite.config.json_values import Json, JsonObject
+from maxlite.config.model_families import MODELS
+from maxlite.config.schema import ModelConfig
+from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.families.olmo import BLOCK
+from maxlite.hf.family import DENSE_KEYS, SLIDING_WINDOW, HfFamily
+
+INTERVAL = MODELS["exaone4"].global_layer_every
+
+
+def _layer_types(num_layers: int, has_local: bool) -> list[str]:
+  kinds = []
+  for number in range(1, num_layers + 1):
+    is_local = has_local and number % INTERVAL != 0
+    kinds.append("sliding_attention" if is_local else "full_attention")
+  return kinds
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  """Return the decoder block: without a window all layers are global, with rotary embeddings."""
+  has_local = hf["sliding_window"] is not None
+  if hf.get("layer_types") is not None:
+    hf.get("sliding_window_pattern")  # without effect beside the list
+    hf.require(layer_types=_layer_types(keys["base_num_decoder_layers"], has_local))
+  elif has_local:
+    hf.require(sliding_window_pattern=INTERVAL)
+  if has_local:
+    return {"decoder_block": "exaone4"}
+  return {"decoder_block": "exaone4_global"}
+
+
+def _to_hf(cfg: ModelConfig) -> JsonObject:
+  has_local = cfg.family.global_layer_every > 0
+  return {
+    "layer_types": _layer_types(cfg.base_num_decoder_layers, has_local),
+    "sliding_window_pattern": INTERVAL if has_local else None,
+  }
+
+
+EXAONE4 = HfFamily(
+  "exaone4",
+  "Exaone4ForCausalLM",
+  "exaone4",
+  BLOCK,
+  (*DENSE_KEYS, SLIDING_WINDOW),
+  defaults={
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "layer_types": None,
+  },
+  nullable=("sliding_window",),
+  variants=("exaone4_global",),
+  extra_from_hf=_from_hf,
+  extra_to_hf=_to_hf,
+)
+FAMILIES = (EXAONE4,)
