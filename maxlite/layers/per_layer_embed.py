@@ -58,6 +58,9 @@ class PerLayerEmbed(nn.Module):
     table_VNP = table.astype(self.cfg.dtype)
     table_VNP = self.sharder.constrain(table_VNP, ("vocab", "per_layer", None))
     rows_BTNP = jnp.take(table_VNP, tokens_BT, axis=0, mode="clip")
+    # Not yet sharded along P: `tensor` shards V here, and XLA would fully rematerialize the
+    # gradient of the table to move it from P to V.
+    rows_BTNP = self.sharder.constrain(rows_BTNP, (*ROWS, "per_layer", None))
     return rows_BTNP * jnp.asarray(features[1] ** 0.5, rows_BTNP.dtype)
 
 

@@ -69,7 +69,7 @@ FAMILY_KEYS = {
   },
   "gemma4": {
     "base_num_decoder_layers": 6,
-    "normalization_layer_epsilon": 0.1,  # a small one amplifies rounding
+    "normalization_layer_epsilon": 0.4,  # a small one amplifies rounding
     "mlp_activations": ("gelu", "linear"),
     "sliding_window_size": 3,
     "query_pre_attn_scalar": 1.0,
