@@ -43,8 +43,8 @@ def write_adapter(
   Raises:
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
-  rules = family.block_rules(cfg)
-  mappings = tensor_mappings(_adapter_family(family, rules), cfg, params)
+  rules = [*family.outer, *family.block_rules(cfg)]
+  mappings = tensor_mappings(_adapter_family(family, cfg), cfg, params)
   names = [mapping.tensor for mapping in mappings]
   _require_one_adapter_each(names)
   _require_loadable(family, names)
@@ -67,14 +67,17 @@ def write_adapter(
   write_json(directory / CONFIG, config)
 
 
-def _adapter_family(family: HfFamily, rules: Sequence[TensorRule]) -> HfFamily:
+def _adapter_family(family: HfFamily, cfg: ModelConfig) -> HfFamily:
   """Return `family` with the tensors of its kernels' adapters instead of those of the model."""
+  outer: list[TensorRule] = []
+  for rule in family.outer:
+    outer += _adapter_rules(dataclasses.replace(rule, theirs=_PREFIX + rule.theirs))
   block: list[TensorRule] = []
-  for rule in rules:
+  for rule in family.block_rules(cfg):
     block += _adapter_rules(rule)
   return dataclasses.replace(
     family,
-    outer=(),
+    outer=outer,
     block=block,
     extra_block=lambda cfg: (),
     layer_prefix=_PREFIX + family.layer_prefix,
@@ -82,7 +85,7 @@ def _adapter_family(family: HfFamily, rules: Sequence[TensorRule]) -> HfFamily:
 
 
 def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list[str]:
-  """Return the names within a layer of the modules that have one of the adapters' `tensors`."""
+  """Return the names in `rules` of the modules that have one of the adapters' `tensors`."""
   modules = {tensor.rpartition(".lora_")[0] for tensor in tensors}
   targets = set()
   for rule in rules:

@@ -101,7 +101,8 @@ def test_base_and_adapters_equal_the_merged_model(exported):
   changed = set()
   for name, a in adapters.items():
     module, which = name.removeprefix("base_model.model.").split(".lora_")
-    assert any(module.endswith(f".{target}") for target in config["target_modules"]), module
+    ends = tuple(f".{target}" for target in config["target_modules"])
+    assert f".{module}".endswith(ends), module
     if which == "A.weight":
       b = adapters[name.replace(".lora_A.", ".lora_B.")]
       assert (a.shape[0], b.shape[1]) == (config["r"], config["r"])
