@@ -15,24 +15,44 @@ ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "tools/launch/local.py"
 
 
-class Launch:
-  """A launch with its output and processes."""
+def arguments_of(keys: dict[str, object]) -> list[str]:
+  """Arguments of a command line that set config keys."""
+  return [f"{name}={value}" for name, value in keys.items()]
 
-  def __init__(self, folder: Path, *options: str, **keys: object):
+
+class Launch:
+  """A launch with its output and processes.
+
+  Args:
+    folder: Of the run and of the launch's output.
+    processes: Their number, or numbers such as "4,2" if a restart has fewer.
+    devices: Number per process.
+    restarts: Maximum after failures.
+    keys: Config keys.
+  """
+
+  def __init__(
+    self,
+    folder: Path,
+    *,
+    processes: int | str,
+    devices: int = 1,
+    restarts: int = 0,
+    **keys: object,
+  ):
     folder.mkdir(parents=True, exist_ok=True)
     self._log = folder / f"launch{time.monotonic_ns()}.txt"
     all_keys = KEYS | keys_in(folder, **keys)
-    arguments = [f"{name}={value}" for name, value in all_keys.items()]
+    command = [sys.executable, str(LOCAL)]
+    command += ["--processes", str(processes)]
+    command += ["--devices", str(devices)]
+    command += ["--restarts", str(restarts), "--"]
+    command += arguments_of(all_keys)
     environment = dict(os.environ)
     environment["PYTHONPATH"] = str(ROOT)
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     with self._log.open("wb") as log:
-      self.process = subprocess.Popen(
-        [sys.executable, str(LOCAL), *map(str, options), "--", *arguments],
-        stdout=log,
-        stderr=log,
-        env=environment,
-      )
+      self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
   @property
   def output(self) -> str:
@@ -66,8 +86,8 @@ class Launch:
     return int(starts[-1])
 
 
-def run(folder: Path, *options: str, **keys: object) -> str:
-  """Run a launch, which must succeed, and return its output."""
-  launch = Launch(folder, *options, **keys)
+def run(folder: Path, **options: object) -> str:
+  """Run a launch with these options, which must succeed, and return its output."""
+  launch = Launch(folder, **options)
   assert launch.wait() == 0, launch.output
   return launch.output

@@ -12,10 +12,9 @@ from maxlite.config.schema import KEYS
 
 # All keys of MaxText's src/maxtext/configs/base.yml.
 MAXTEXT_KEYS = Path(__file__).with_name("maxtext_keys.txt").read_text("utf-8").split()
-LACKING = [
-  *OTHER_NAME,
-  *(key for keys in (*NOT_NEEDED.values(), *NOT_SUPPORTED.values()) for key in keys.split()),
-]
+LACKING = list(OTHER_NAME)
+for keys in (*NOT_NEEDED.values(), *NOT_SUPPORTED.values()):
+  LACKING += keys.split()
 
 
 def test_every_key_of_maxtext_is_in_one_table():
@@ -40,10 +39,9 @@ def test_every_key_that_maxlite_lacks_is_answered():
 
 
 def test_advice_names_keys_of_maxlite():
-  advised = [
-    *OTHER_NAME.values(),
-    *(advice for table in VALUES.values() for advice in table.values()),
-  ]
+  advised = list(OTHER_NAME.values())
+  for table in VALUES.values():
+    advised += table.values()
   for advice in advised:
     words = advice.replace("(", " ").split()
     names = [word.partition("=")[0] for word in words if "=" in word and word[0].islower()]
@@ -52,9 +50,12 @@ def test_advice_names_keys_of_maxlite():
 
 
 def test_every_value_of_maxtext_is_answered():
-  values = [(key, value) for key, table in VALUES.items() for value in table]
+  values = []
+  for key, table in VALUES.items():
+    values += [(key, value) for value in table]
   for key, table in UNSUPPORTED_VALUES.items():
-    values += [(key, value) for words in table.values() for value in words.split()]
+    for words in table.values():
+      values += [(key, value) for value in words.split()]
   with pytest.raises(UserError) as error:
     load_config([f"{key}={value}" for key, value in values])
   assert len(error.value.lines) == len(values)
@@ -79,9 +80,15 @@ def test_all_mistakes_of_a_pasted_command_are_answered_at_once(capsys, tmp_path)
     "steps: 3\nuse_dpo: false\nweight_sparsity_n: null\nvllm_hf_overrides: {}\n"
   )
   argv = [
-    *(str(tmp_path / "mine.yml"), "model_name=llama3.1-405b", "dataset_type=tfds", "steps=9"),
-    *("ici_pipeline_parallelism=2", "--enable_goodput_recording=true", "learning_rate=1e-3x"),
-    *("plugins=none.py", "stepz=3"),
+    str(tmp_path / "mine.yml"),
+    "model_name=llama3.1-405b",
+    "dataset_type=tfds",
+    "steps=9",
+    "ici_pipeline_parallelism=2",
+    "--enable_goodput_recording=true",
+    "learning_rate=1e-3x",
+    "plugins=none.py",
+    "stepz=3",
   ]
   with pytest.raises(SystemExit, match="2"):
     main_config(argv, "maxlite.train")
@@ -95,8 +102,8 @@ def test_all_mistakes_of_a_pasted_command_are_answered_at_once(capsys, tmp_path)
     "ici_pipeline_parallelism",
     "1e-3x",
     "stepz=3",
+    "--enable_goodput_recording",
   )
-  named += ("--enable_goodput_recording",)
   for name in named:
     assert sum(name in line for line in lines) == 1, name
   assert len(lines) == len(named)  # the choices of dataset_type follow the import of plug-ins

@@ -4,14 +4,17 @@ A backend under test is a function `multiply(x_MD, w_GDF, group_sizes_G) -> y_MF
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul import megablox, tokamax
 from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
+from maxlite.kernels.grouped_matmul.tiles import Tiles
 
 # Hardware kernels: in interpret mode, or by the operations of XLA that replace them on CPUs.
 INTERPRETED = {
@@ -55,18 +58,41 @@ ROUTINGS = {
 NARROW_UNITS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
 
-@functools.cache  # compiles each program once
+class Multiplier(NamedTuple):
+  """A backend with its tiles; equal ones share compiled programs, of which it is a static part."""
+
+  multiply: Callable
+  tiles: Tiles
+
+  def __call__(self, x_MD, w_GDF, group_sizes_G):
+    return self.multiply(x_MD, w_GDF, group_sizes_G, tiles=self.tiles)
+
+
+# One function per backend, which compares equal to itself.
+MULTIPLY = {}
+for name in GROUPED_MATMUL_BACKENDS:
+  MULTIPLY[name] = functools.partial(grouped_matmul, backend=name)
+MULTIPLY |= INTERPRETED
+
+
 def multiplier(backend, tiles=DEFAULT_TILES):
   if backend == "tokamax":
     reason = "tokamax, which needs Python 3.12, is not installed"
     pytest.importorskip("tokamax", reason=reason)
-  if backend in INTERPRETED:
-    return functools.partial(INTERPRETED[backend], tiles=tiles)
-  return functools.partial(grouped_matmul, backend=backend, tiles=tiles)
+  return Multiplier(MULTIPLY[backend], tiles)
+
+
+class Arrays(NamedTuple):
+  """The operands of a grouped matmul, and a gradient of its result."""
+
+  x_MD: np.ndarray
+  w_GDF: np.ndarray
+  sizes_G: np.ndarray
+  dy_MF: np.ndarray
 
 
 def make_case(name, dtype=np.float64):
-  """(x_MD, w_GDF, sizes_G, dy_MF) with NaN and infinity in rows that must not be read."""
+  """Arrays with NaN and infinity in rows that must not be read."""
   return fill_case(CASES[name], dtype)
 
 
@@ -79,8 +105,12 @@ def fill_case(case, dtype=np.float64):
   x_MD[num_used:] = np.nan
   dy_MF[num_used:] = np.inf
   w_GDF = draw(size=(len(case.sizes), case.num_in, case.num_out))
-  sizes_G = np.array(case.sizes, np.int32)
-  return x_MD.astype(dtype), w_GDF.astype(dtype), sizes_G, dy_MF.astype(dtype)
+  return Arrays(
+    x_MD=x_MD.astype(dtype),
+    w_GDF=w_GDF.astype(dtype),
+    sizes_G=np.array(case.sizes, np.int32),
+    dy_MF=dy_MF.astype(dtype),
+  )
 
 
 def value_and_gradients(function, x_MD, w_GDF, dy_MF):
@@ -88,30 +118,34 @@ def value_and_gradients(function, x_MD, w_GDF, dy_MF):
   return y_MF, *vjp(dy_MF)
 
 
-def run(multiply, x_MD, w_GDF, sizes_G, dy_MF):
+def run(multiply, arrays):
   """(y_MF, dx_MD, dw_GDF)"""
-  return jax.tree.map(np.asarray, _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF))
+  return jax.tree.map(np.asarray, _all_three(multiply, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _all_three(multiply, x_MD, w_GDF, sizes_G, dy_MF):
-  return value_and_gradients(lambda x, w: multiply(x, w, sizes_G), x_MD, w_GDF, dy_MF)
+def _all_three(multiply, arrays):
+  def multiply_groups(x_MD, w_GDF):
+    return multiply(x_MD, w_GDF, arrays.sizes_G)
+
+  return value_and_gradients(multiply_groups, arrays.x_MD, arrays.w_GDF, arrays.dy_MF)
 
 
-def oracle(x_MD, w_GDF, sizes_G, dy_MF):
+def oracle(arrays):
   """The same results from one NumPy product per group, in float64."""
-  x_MD = np.asarray(x_MD, np.float64)
-  w_GDF = np.asarray(w_GDF, np.float64)
-  dy_MF = np.asarray(dy_MF, np.float64)
+  x_MD = np.asarray(arrays.x_MD, np.float64)
+  w_GDF = np.asarray(arrays.w_GDF, np.float64)
+  dy_MF = np.asarray(arrays.dy_MF, np.float64)
   y_MF = np.zeros_like(dy_MF)
   dx_MD = np.zeros_like(x_MD)
   dw_GDF = np.zeros_like(w_GDF)
-  end = 0
-  for group, size in enumerate(sizes_G):
-    rows = slice(end, end := end + size)
+  start = 0
+  for group, size in enumerate(arrays.sizes_G):
+    rows = slice(start, start + size)
     y_MF[rows] = x_MD[rows] @ w_GDF[group]
     dx_MD[rows] = dy_MF[rows] @ w_GDF[group].T
     dw_GDF[group] = x_MD[rows].T @ dy_MF[rows]
+    start += size
   return y_MF, dx_MD, dw_GDF
 
 
@@ -119,28 +153,29 @@ def assert_close(actual, expected, unit):
   """Within `unit` of the largest entry, because a sum is rounded like its largest terms."""
   for got, want in zip(actual, expected, strict=True):
     assert got.shape == want.shape
-    bound = unit * max(np.abs(want).max(initial=0), 1)
+    largest = np.abs(want).max(initial=0)
+    bound = unit * max(largest, 1)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=bound)
 
 
 def assert_right_for_every_routing(multiply, num_in, num_out, dtype):
   for sizes in ROUTINGS.values():
     case = Case(200, num_in, num_out, sizes)
-    x_MD, w_GDF, sizes_G, dy_MF = fill_case(case, dtype)
-    assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF)
+    assert_right(multiply, fill_case(case, dtype))
 
 
-def assert_right(multiply, x_MD, w_GDF, sizes_G, dy_MF):
+def assert_right(multiply, arrays):
   """Value and gradients are exact up to one rounding, and exactly zero outside of groups."""
-  results = run(multiply, x_MD, w_GDF, sizes_G, dy_MF)
+  results = run(multiply, arrays)
   y_MF, dx_MD, dw_GDF = results
-  assert y_MF.dtype == x_MD.dtype
-  assert dx_MD.dtype == x_MD.dtype
-  assert dw_GDF.dtype == w_GDF.dtype
-  unit = NARROW_UNITS[x_MD.dtype.name]
-  expected = oracle(x_MD, w_GDF.astype(x_MD.dtype), sizes_G, dy_MF)
-  assert_close(results, expected, unit)
-  num_used = sizes_G.sum()
+  dtype = arrays.x_MD.dtype
+  assert y_MF.dtype == dtype
+  assert dx_MD.dtype == dtype
+  assert dw_GDF.dtype == arrays.w_GDF.dtype
+  rounded_GDF = arrays.w_GDF.astype(dtype)
+  expected = oracle(arrays._replace(w_GDF=rounded_GDF))
+  assert_close(results, expected, NARROW_UNITS[dtype.name])
+  num_used = arrays.sizes_G.sum()
   assert not y_MF[num_used:].any()
   assert not dx_MD[num_used:].any()
-  assert not dw_GDF[sizes_G == 0].any()
+  assert not dw_GDF[arrays.sizes_G == 0].any()

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from grouped_cases import (
   CASES,
   INTERPRETED,
   NARROW_ONLY,
   NARROW_UNITS,
+  Arrays,
   assert_close,
   assert_right,
   assert_right_for_every_routing,
@@ -26,31 +28,34 @@ from maxlite.kernels.grouped_matmul import api
 from maxlite.kernels.hardware import Hardware
 
 # By default only `tiled`, which could depend on its tiles, runs every case.
-FLOAT64 = [name for name in GROUPED_MATMUL_BACKENDS if name not in NARROW_ONLY]
+FLOAT64_CASES = []
+for name in GROUPED_MATMUL_BACKENDS:
+  for case in CASES:
+    if name in NARROW_ONLY:
+      continue
+    if name == "tiled" or case in ("skewed", "tail"):
+      FLOAT64_CASES.append((name, case))
+    else:
+      FLOAT64_CASES.append(slow(name, case))
+
+NARROW_CASES = []
+for name in GROUPED_MATMUL_BACKENDS:
+  for dtype in NARROW_UNITS:
+    if dtype == "bfloat16" and name in INTERPRETED:
+      NARROW_CASES.append(slow(name, dtype))
+    else:
+      NARROW_CASES.append((name, dtype))
 
 
-@pytest.mark.parametrize(
-  ("backend", "case"),
-  [
-    (name, case) if name == "tiled" or case in ("skewed", "tail") else slow(name, case)
-    for name in FLOAT64
-    for case in CASES
-  ],
-)
+@pytest.mark.parametrize(("backend", "case"), FLOAT64_CASES)
 def test_agrees_with_one_product_per_group_in_float64(backend, case):
   with jax.enable_x64(True):
     arrays = make_case(case)
-    assert_close(run(multiplier(backend), *arrays), oracle(*arrays), unit=1e-12)
+    results = run(multiplier(backend), arrays)
+    assert_close(results, oracle(arrays), unit=1e-12)
 
 
-@pytest.mark.parametrize(
-  ("backend", "dtype"),
-  [
-    slow(name, dtype) if dtype == "bfloat16" and name in INTERPRETED else (name, dtype)
-    for name in GROUPED_MATMUL_BACKENDS
-    for dtype in NARROW_UNITS
-  ],
-)
+@pytest.mark.parametrize(("backend", "dtype"), NARROW_CASES)
 def test_narrow_types_are_exact_up_to_their_rounding(backend, dtype):
   assert_right_for_every_routing(multiplier(backend), 6, 10, dtype)
 
@@ -58,35 +63,49 @@ def test_narrow_types_are_exact_up_to_their_rounding(backend, dtype):
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 @pytest.mark.parametrize("case", ["no_rows", slow("one_row"), "few_rows"])
 def test_few_rows(backend, case):
-  assert_right(multiplier(backend), *make_case(case, "float32"))
+  assert_right(multiplier(backend), make_case(case, "float32"))
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_the_weight_gradient_has_the_type_and_precision_of_the_weights(backend):
-  x_MD, w_GDF, sizes_G, dy_MF = make_case("tail", jnp.bfloat16)
-  arrays = x_MD, w_GDF.astype(np.float32), sizes_G, dy_MF
-  y_MF, dx_MD, dw_GDF = run(multiplier(backend), *arrays)
-  assert (y_MF.dtype, dx_MD.dtype, dw_GDF.dtype) == (jnp.bfloat16, jnp.bfloat16, np.float32)
-  # XLA's gradient rule rounds to x's type.
-  unit = NARROW_UNITS["bfloat16" if backend == "ragged_dot" else "float32"]
-  assert_close([dw_GDF], oracle(*arrays)[2:], unit)
+  arrays = make_case("tail", jnp.bfloat16)
+  arrays = arrays._replace(w_GDF=arrays.w_GDF.astype(np.float32))
+  y_MF, dx_MD, dw_GDF = run(multiplier(backend), arrays)
+  assert y_MF.dtype == jnp.bfloat16
+  assert dx_MD.dtype == jnp.bfloat16
+  assert dw_GDF.dtype == np.float32
+  unit = NARROW_UNITS["float32"]
+  if backend == "ragged_dot":  # XLA's gradient rule rounds to x's type
+    unit = NARROW_UNITS["bfloat16"]
+  _, _, expected_GDF = oracle(arrays)
+  assert_close([dw_GDF], [expected_GDF], unit)
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
 def test_vmap_equals_separate_calls(backend):
   first = make_case("tail", np.float32)
-  second = [a[::-1].copy() for a in (first[0][:99], first[1], first[2], first[3][:99])]
-  second[0], second[3] = (np.pad(a, ((0, 101), (0, 0))) for a in (second[0], second[3]))
-  stacked = [np.stack(pair) for pair in zip(first, second, strict=True)]
+  # The used rows and the groups in reverse, and zeros instead of NaN after them.
+  num_unused = 101
+  padding = ((0, num_unused), (0, 0))
+  second = Arrays(
+    x_MD=np.pad(first.x_MD[:-num_unused][::-1], padding),
+    w_GDF=first.w_GDF[::-1],
+    sizes_G=first.sizes_G[::-1],
+    dy_MF=np.pad(first.dy_MF[:-num_unused][::-1], padding),
+  )
   multiply = multiplier(backend)
 
-  def all_three(x_MD, w_GDF, sizes_G, dy_MF):
-    remade = jax.checkpoint(lambda x, w: multiply(x, w, sizes_G))
-    return value_and_gradients(remade, x_MD, w_GDF, dy_MF)
+  def all_three(arrays):
+    def multiply_groups(x_MD, w_GDF):
+      return multiply(x_MD, w_GDF, arrays.sizes_G)
 
-  together = jax.jit(jax.vmap(all_three))(*stacked)
+    remade = jax.checkpoint(multiply_groups)
+    return value_and_gradients(remade, arrays.x_MD, arrays.w_GDF, arrays.dy_MF)
+
+  together = jax.jit(jax.vmap(all_three))(trees.stack([first, second]))
   for member, arrays in enumerate((first, second)):
-    assert_close([np.asarray(a[member]) for a in together], oracle(*arrays), unit=1e-5)
+    results = [np.asarray(stacked[member]) for stacked in together]
+    assert_close(results, oracle(arrays), unit=1e-5)
 
 
 @pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
@@ -98,22 +117,35 @@ def test_shards_multiply_their_rows_inside_shard_map(backend):
   x_PMD = draw(size=(num_shards, num_rows, 6))
   dy_PMF = draw(size=(num_shards, num_rows, 4))
   w_PGDF = draw(size=(num_shards, 2, 6, 4))
-  sizes_PG = np.random.default_rng(2).integers(0, 18, size=(num_shards, 2), dtype=np.int32)
-  arrays = [a.astype(np.float32) for a in (x_PMD, w_PGDF)] + [sizes_PG, dy_PMF.astype(np.float32)]
+  draw_integers = np.random.default_rng(2).integers
+  whole = Arrays(
+    x_MD=x_PMD.astype(np.float32),
+    w_GDF=w_PGDF.astype(np.float32),
+    sizes_G=draw_integers(0, 18, size=(num_shards, 2), dtype=np.int32),
+    dy_MF=dy_PMF.astype(np.float32),
+  )
 
   def multiply(x_pMD, w_pGDF, sizes_pG):
-    return multiplier(backend)(x_pMD[0], w_pGDF[0], sizes_pG[0])[None]
+    y_MF = multiplier(backend)(x_pMD[0], w_pGDF[0], sizes_pG[0])
+    return y_MF[None]
 
   # check_vma=False: interpreted kernels do not carry varying axes.
   split = P("expert")
   checked = backend not in INTERPRETED
   sharded = jax.shard_map(multiply, mesh=mesh, in_specs=split, out_specs=split, check_vma=checked)
-  together = jax.jit(
-    lambda x, w, sizes, dy: value_and_gradients(lambda x, w: sharded(x, w, sizes), x, w, dy)
-  )(*arrays)
+
+  @jax.jit
+  def all_three(arrays):
+    def multiply_groups(x_PMD, w_PGDF):
+      return sharded(x_PMD, w_PGDF, arrays.sizes_G)
+
+    return value_and_gradients(multiply_groups, arrays.x_MD, arrays.w_GDF, arrays.dy_MF)
+
+  together = all_three(whole)
   for shard in range(num_shards):
-    alone = oracle(*(a[shard] for a in arrays))
-    assert_close([np.asarray(a[shard]) for a in together], alone, unit=1e-5)
+    arrays = jax.tree.map(lambda array, shard=shard: array[shard], whole)
+    results = [np.asarray(array[shard]) for array in together]
+    assert_close(results, oracle(arrays), unit=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ With real processes, which takes minutes.
 """
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -16,18 +15,30 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import ROOT, Launch, run
+from host_runs import ROOT, Launch, arguments_of, run
 from test_many_hosts import LAST_BITS, LIGHT, largest_difference
 from tiny import KEYS
 from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
 
 from maxlite.distributed.heartbeat import EXIT_PEER_LOST
+from maxlite.metrics.writers import read_rows
 
 pytestmark = pytest.mark.slow
-TWO = ("--processes", 2, "--devices", 1)
-SHORT = LIGHT | {"steps": 40, "learning_rate_schedule_steps": 40, "eval_interval": 0}
-SHORT |= {"checkpoint_period": 4, "global_batch_size": 16, "max_num_checkpoints_to_keep": 40}
+SHORT = LIGHT | {
+  "steps": 40,
+  "learning_rate_schedule_steps": 40,
+  "eval_interval": 0,
+  "checkpoint_period": 4,
+  "global_batch_size": 16,
+  "max_num_checkpoints_to_keep": 40,
+}
 ENDLESS = SHORT | {"steps": 10**6, "max_num_checkpoints_to_keep": 3}
+# Python programs on one device import the package from here.
+ENVIRONMENT = os.environ | {
+  "PYTHONPATH": str(ROOT),
+  "XLA_FLAGS": "",
+  "JAX_NUM_CPU_DEVICES": "1",
+}
 
 
 @pytest.fixture
@@ -40,28 +51,28 @@ def folder(runs_folder, request):
 def uninterrupted(runs_folder):
   """(folder, output) of the run on two hosts without a failure."""
   folder = runs_folder / "peace"
-  return folder, run(folder, *TWO, **SHORT)
+  return folder, run(folder, processes=2, **SHORT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_all_and_a_restart_gives_the_same_result(uninterrupted, folder, rank):
-  launch = Launch(folder, *TWO, "--restarts", 1, **SHORT)
+  launch = Launch(folder, processes=2, restarts=1, **SHORT)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(rank), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
   assert f"[{1 - rank}] process {1 - rank} exits: process {rank} died" in launch.output
   assert "restart 1 of 1 after code 137" in launch.output
   assert "resuming from the checkpoint of step" in launch.output
-  assert logged(folder) == logged(uninterrupted[0])
-  output = launch.output.splitlines()
-  last = [line for line in output if "parameters" in line][-1]
-  assert parameter_hash(last) == parameter_hash(uninterrupted[1].splitlines()[-1])
-  lost = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])["restart_share"]
-  assert lost > 0
+  expected_folder, expected_output = uninterrupted
+  assert logged(folder) == logged(expected_folder)
+  reports = [line for line in launch.output.splitlines() if "parameters" in line]
+  assert parameter_hash(reports[-1]) == parameter_hash(expected_output.splitlines()[-1])
+  last_row = read_rows(folder / "run/metrics.jsonl")[-1]
+  assert last_row["restart_share"] > 0
 
 
 def test_a_restart_on_fewer_hosts_uses_the_same_batches(uninterrupted, folder):
-  launch = Launch(folder, "--processes", "4,2", "--devices", 1, "--restarts", 1, **SHORT)
+  launch = Launch(folder, processes="4,2", devices=1, restarts=1, **SHORT)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(3), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
@@ -70,7 +81,7 @@ def test_a_restart_on_fewer_hosts_uses_the_same_batches(uninterrupted, folder):
 
 
 def test_a_hung_process_is_lost_after_the_heartbeat_timeout(folder):
-  launch = Launch(folder, *TWO, **ENDLESS, jax_distributed_heartbeat_timeout_seconds=5)
+  launch = Launch(folder, processes=2, **ENDLESS, jax_distributed_heartbeat_timeout_seconds=5)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(0), signal.SIGSTOP)
   assert launch.wait() == EXIT_PEER_LOST
@@ -78,32 +89,31 @@ def test_a_hung_process_is_lost_after_the_heartbeat_timeout(folder):
 
 
 def test_a_hung_step_ends_with_the_stacks_of_all_threads(folder):
-  launch = Launch(folder, *TWO, **ENDLESS, step_timeout_seconds=60)
+  launch = Launch(folder, processes=2, **ENDLESS, step_timeout_seconds=60)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(1), signal.SIGSTOP)
   assert launch.wait() == 1
-  assert re.search(
-    r"^\[0\] (step|the checkpoint of step) \d+ took longer than 60 s", launch.output, re.M
-  )
+  reported = r"^\[0\] (step|the checkpoint of step) \d+ took longer than 60 s"
+  assert re.search(reported, launch.output, re.M)
   assert "in run_training" in launch.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_process_saves_on_all_at_the_same_step(folder, number):
-  launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
+  launch = Launch(folder, processes=2, restarts=3, **ENDLESS)
   launch.wait_for(r"^\[0\] step +9/")
   os.kill(launch.process_id(1), number)
   assert launch.wait() == 128 + signal.SIGTERM
   assert "restart" not in launch.output.replace("restart 0", "")
   step = int(re.search(r"stopped by SIGTERM; left after step (\d+) of", launch.output)[1])
   assert checkpoint_steps(folder)[-1] == step
-  output = run(folder, *TWO, **ENDLESS | {"steps": step + 2})
+  output = run(folder, processes=2, **ENDLESS | {"steps": step + 2})
   assert f"resuming from the checkpoint of step {step}" in output
   assert [row["step"] for row in logged(folder)] == list(range(1, step + 3))
 
 
 def test_a_signal_to_the_launcher_reaches_all_processes(folder):
-  launch = Launch(folder, *TWO, "--restarts", 3, **ENDLESS)
+  launch = Launch(folder, processes=2, restarts=3, **ENDLESS)
   launch.wait_for(r"^\[0\] step +9/")
   launch.process.send_signal(signal.SIGTERM)
   assert launch.wait() == 128 + signal.SIGTERM
@@ -111,10 +121,13 @@ def test_a_signal_to_the_launcher_reaches_all_processes(folder):
 
 
 def test_no_process_outlives_a_killed_launcher(folder):
-  launch = Launch(folder, *TWO, **ENDLESS, grain_worker_count=1)
+  launch = Launch(folder, processes=2, **ENDLESS, grain_worker_count=1)
   launch.wait_for(r"^\[0\] step +9/")
-  processes = [launch.process_id(rank) for rank in range(2)]
-  processes += [child for process in processes for child in children(process)]
+  processes = []
+  for rank in range(2):
+    process = launch.process_id(rank)
+    processes.append(process)
+    processes += children(process)
   assert len(processes) >= 4
   launch.process.kill()
   launch.process.wait()
@@ -125,8 +138,11 @@ def test_no_process_outlives_a_killed_launcher(folder):
 
 
 def children(process):
-  lists = Path(f"/proc/{process}/task").glob("*/children")
-  return [int(child) for path in lists for child in path.read_text().split()]
+  """The ids of the processes that a process has started."""
+  found = []
+  for path in Path(f"/proc/{process}/task").glob("*/children"):
+    found += [int(child) for child in path.read_text().split()]
+  return found
 
 
 def is_running(process):
@@ -140,16 +156,17 @@ def test_a_host_that_cannot_write_ends_all_and_earlier_checkpoints_are_intact(fo
   """A limit on the file size of one host simulates a full disk."""
 
   def saved():
-    return [int(p.name) for p in folder.glob("run/checkpoints/*") if p.name.isdigit()]
+    names = [path.name for path in folder.glob("run/checkpoints/*")]
+    return [int(name) for name in names if name.isdigit()]
 
-  launch = Launch(folder, *TWO, **ENDLESS | {"log_period": 10**6})
+  launch = Launch(folder, processes=2, **ENDLESS | {"log_period": 10**6})
   launch.wait_until(lambda: len(saved()) > 1)
   resource.prlimit(launch.process_id(rank), resource.RLIMIT_FSIZE, (100, 100))
   assert launch.wait() == 1
   said = rf"^\[{rank}\] maxlite.train: no checkpoint can be written to .*File too large"
   assert re.search(said, launch.output, re.M)
   last = max(saved())
-  output = run(folder, *TWO, **ENDLESS | {"steps": last + 9})
+  output = run(folder, processes=2, **ENDLESS | {"steps": last + 9})
   assert f"resuming from the checkpoint of step {last}" in output
 
 
@@ -159,32 +176,28 @@ class Apart:
   def __init__(self, folder, **keys):
     with subprocess.Popen(["true"]) as _:
       port = 20_000 + os.getpid() % 20_000
-    arguments = [
-      f"{name}={value}" for name, value in (KEYS | keys_in(Path("runs"), **keys)).items()
-    ]
-    command = [sys.executable, "-m", "maxlite.train", *arguments, "num_processes=2"]
+    all_keys = KEYS | keys_in(Path("runs"), **keys)
+    command = [sys.executable, "-m", "maxlite.train", *arguments_of(all_keys), "num_processes=2"]
     command += [f"coordinator_address=127.0.0.1:{port}", f"jax_cache_dir={folder / 'cache'}"]
-    environment = os.environ | {
-      "PYTHONPATH": str(ROOT),
-      "XLA_FLAGS": "",
-      "JAX_NUM_CPU_DEVICES": "1",
-    }
-    self.processes = [
-      subprocess.Popen(
+    self.processes = []
+    for rank in range(2):
+      process = subprocess.Popen(
         [*command, f"process_id={rank}"],
         cwd=folder / str(rank),
-        env=environment,
+        env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
       )
-      for rank in range(2)
-    ]
+      self.processes.append(process)
 
   def ends(self):
     """(exit code, last line on stderr) of each."""
-    errors = [process.communicate(timeout=300)[1] for process in self.processes]
-    own = [[line for line in text.splitlines() if "Gloo" not in line] for text in errors]
-    return [(p.returncode, lines[-1]) for p, lines in zip(self.processes, own, strict=True)]
+    ended = []
+    for process in self.processes:
+      _, errors = process.communicate(timeout=300)
+      lines = [line for line in errors.splitlines() if "Gloo" not in line]
+      ended.append((process.returncode, lines[-1]))
+    return ended
 
 
 @pytest.fixture
@@ -241,22 +254,26 @@ print(code, found["compile_requests_use_cache"], found["cache_hits"])
 
 def test_a_restart_compiles_nothing(folder):
   """On one device: XLA:CPU hangs in loaded programs of several (kernels/xla_cpu.py)."""
-  arguments = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT)).items() if n != "steps"]
-  environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
-  counts = []
-  for steps in (4, 8):
-    command = [sys.executable, "-c", COUNT, *arguments, f"steps={steps}"]
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    counts.append([*map(int, done.stdout.split()[-3:])])
-  assert counts[0][1] > 10
-  assert counts[0][2] == 0
-  assert counts[1][1] == counts[1][2] > 10
+
+  def count(steps):
+    """(compilations, hits of the cache) of a start with this number of steps."""
+    keys = KEYS | keys_in(folder, **SHORT) | {"steps": steps}
+    command = [sys.executable, "-c", COUNT, *arguments_of(keys)]
+    done = subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, text=True)
+    compilations, hits = done.stdout.split()[-2:]
+    return int(compilations), int(hits)
+
+  compilations, hits = count(steps=4)
+  assert compilations > 10
+  assert hits == 0
+  compilations, hits = count(steps=8)
+  assert compilations == hits > 10
 
 
 def test_alternately_killed_ranks_change_no_result():
+  keys = KEYS | LIGHT | {"steps": 300, "checkpoint_period": 20, "jax_cache_dir": ""}
   command = [sys.executable, "tools/inspect/kill_hosts.py", "--kills", "3", "--devices", "1"]
-  arguments = [f"{n}={v}" for n, v in (KEYS | LIGHT).items() if n not in ("steps", "jax_cache_dir")]
-  command += [*arguments, "steps=300", "checkpoint_period=20", "jax_cache_dir="]
+  command += arguments_of(keys)
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   done = subprocess.run(
     command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True

@@ -59,13 +59,13 @@ def test_two_hosts_and_a_host_that_resumes_from_them_read_the_mixture_of_one(mix
   light = LIGHT | {"dataset_mixture": mixtures[1]}
   one = folder / "one"
   two = folder / "two"
-  run(one, "--processes", 1, "--devices", 8, **light)
-  output = run(two, "--processes", 2, "--devices", 4, **light)
+  run(one, processes=1, devices=8, **light)
+  output = run(two, processes=2, devices=4, **light)
   assert "read of c: " in output
   resumed = shutil.copytree(two, folder / "resumed")
   for step in (6, 8):
     shutil.rmtree(resumed / f"run/checkpoints/{step}")
-  run(resumed, "--processes", 1, "--devices", 8, **light)
+  run(resumed, processes=1, devices=8, **light)
   for there in (two, resumed):
     for row, expected in zip(logged(there), logged(one), strict=True):
       assert row == pytest.approx(expected, rel=2e-5)

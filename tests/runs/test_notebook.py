@@ -13,19 +13,25 @@ NOTEBOOK = ROOT / "docs" / "examples" / "first_run.ipynb"
 HAS_JUPYTER = all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel"))
 
 
+def outputs_of(cells):
+  outputs = []
+  for cell in cells:
+    outputs += cell.get("outputs", ())
+  return outputs
+
+
 def printed(cells):
-  outputs = [output for cell in cells for output in cell.get("outputs", ())]
-  return "".join("".join(output.get("text", "")) for output in outputs)
+  text = ""
+  for output in outputs_of(cells):
+    text += "".join(output.get("text", ""))
+  return text
 
 
 def test_the_outputs_are_those_of_a_run():
   cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-  outputs = [output for cell in cells for output in cell.get("outputs", ())]
-  assert {output["output_type"] for output in outputs} == {
-    "stream",
-    "display_data",
-    "execute_result",
-  }
+  outputs = outputs_of(cells)
+  types = {output["output_type"] for output in outputs}
+  assert types == {"stream", "display_data", "execute_result"}
   assert re.search(r"^step 100/100  loss  \d.*^Leaderboard", printed(cells), re.DOTALL | re.M)
   assert "\x1b" not in printed(cells)  # colors
   assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

@@ -30,8 +30,12 @@ def rows_on(store, folder):
 
 def copy_to(store, folder):
   """Copy a local run to the store, as `aws s3 cp --recursive` does."""
-  files = (file for file in folder.rglob("*") if file.is_file())
-  upload((file, f"{store}/{file.relative_to(folder).as_posix()}") for file in files)
+  copies = []
+  for file in folder.rglob("*"):
+    if file.is_file():
+      name = file.relative_to(folder).as_posix()
+      copies.append((file, f"{store}/{name}"))
+  upload(copies)
 
 
 @pytest.fixture
@@ -58,10 +62,10 @@ def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finishe
   copy_to(store, finished[0])
   run = f"{store}/run"
   files = filesystem(store)
-  arrays = [file for file in list_files(f"{run}/checkpoints/{STEPS}/state") if "/d/" in file.uri]
-  for file in arrays:
-    content = files.cat_file(file.uri)
-    files.pipe_file(file.uri, content[: len(content) // 2])
+  for file in list_files(f"{run}/checkpoints/{STEPS}/state"):
+    if "/d/" in file.uri:  # of arrays
+      content = files.cat_file(file.uri)
+      files.pipe_file(file.uri, content[: len(content) // 2])
   files.pipe_file(f"{run}/checkpoints/10/state/d/part", b"of a killed save")
   output, rows = start_on(store, folder)
   assert f"checkpoint {run}/checkpoints/{STEPS} is damaged: " in output
@@ -99,10 +103,12 @@ def test_the_process_that_starts_last_continues_alone(bucket):
 
 @pytest.mark.slow
 def test_two_hosts_on_s3_equal_one_over_a_mixture_on_s3(folder, bucket):
-  texts = {name: "".join(f"{word} {n}\n" for n in range(300)) for name, word in NAMES.items()}
-  for name, text in texts.items():
-    filesystem(bucket).pipe_file(f"{bucket}/{name}.txt", text.encode())
-  entries = (f"{{name: {n}, path: '{bucket}/{n}.txt', type: text, weight: 1}}" for n in NAMES)
+  entries = []
+  for name, word in NAMES.items():
+    path = f"{bucket}/{name}.txt"
+    text = "".join(f"{word} {n}\n" for n in range(300))
+    filesystem(bucket).pipe_file(path, text.encode())
+    entries.append(f"{{name: {name}, path: '{path}', type: text, weight: 1}}")
   keys = {
     "dataset_mixture": f"[{', '.join(entries)}]",
     "decoder_block": "llama",
@@ -115,11 +121,12 @@ def test_two_hosts_on_s3_equal_one_over_a_mixture_on_s3(folder, bucket):
   for count in (1, 2):
     here = folder / f"hosts{count}"
     uri = f"{bucket}/hosts{count}"
-    options = ("--processes", count, "--devices", 8 // count)
-    output = run(here, *options, **keys | {"base_output_directory": uri})
+    options = {"processes": count, "devices": 8 // count, "base_output_directory": uri}
+    output = run(here, **options, **keys)
     assert "read of a: " in output
     rows[count] = rows_on(uri, here)
-  output = run(here, *options, **keys | {"base_output_directory": uri, "steps": 6})
+  keys["steps"] = 6
+  output = run(here, **options, **keys)
   assert "resuming from the checkpoint of step 4" in output
   for row, expected in zip(rows[2], rows[1], strict=True):
     assert row == pytest.approx(expected, rel=2e-5)

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 def keys_of(folder):
   """One phase trains all; one reads a separate file in smaller batches; one ends on a condition."""
   path = folder / "own.jsonl"
-  path.write_text("".join(json.dumps({"text": f"{n} is {n}"}) + "\n" for n in range(99)))
+  lines = [json.dumps({"text": f"{n} is {n}"}) for n in range(99)]
+  path.write_text("\n".join(lines) + "\n")
   phases = [
     "{name: fit, train: [layers/.*], steps: 3}",
     (
@@ -24,29 +25,37 @@ def keys_of(folder):
     ),
     "{name: free, train: [.*], until: {metric: loss, max_steps: 4, below: 0.1}}",
   ]
-  keys = {"steps": 40, "learning_rate_schedule_steps": 40, "eval_interval": 20}
-  keys |= {"checkpoint_period": 8, "global_batch_size": 16}
-  return LIGHT | keys | {"phases": f"[{', '.join(phases)}]"}
+  return LIGHT | {
+    "steps": 40,
+    "learning_rate_schedule_steps": 40,
+    "eval_interval": 20,
+    "checkpoint_period": 8,
+    "global_batch_size": 16,
+    "phases": f"[{', '.join(phases)}]",
+  }
 
 
 def last_hash(output):
-  return parameter_hash([line for line in output.splitlines() if "parameters " in line][-1])
+  reports = [line for line in output.splitlines() if "parameters " in line]
+  return parameter_hash(reports[-1])
 
 
 def test_phases_with_separate_streams_are_the_same_on_two_hosts(runs_folder):
   keys = keys_of(runs_folder)
-  folders = [runs_folder / f"turns_{n}" for n in range(3)]
-  run(folders[0], "--processes", 1, "--devices", 2, **keys)
-  output = run(folders[1], "--processes", 2, "--devices", 1, **keys)
+  one_host = runs_folder / "phases_one_host"
+  two_hosts = runs_folder / "phases_two_hosts"
+  killed = runs_folder / "phases_killed"
+  run(one_host, processes=1, devices=2, **keys)
+  output = run(two_hosts, processes=2, devices=1, **keys)
   assert "data of own: train" in output
-  difference = largest_difference(folders[1], folders[0])
+  difference = largest_difference(two_hosts, one_host)
   print(json.dumps({"two hosts against one": difference}))
   assert difference < LAST_BITS
-  launch = Launch(folders[2], "--processes", 2, "--devices", 1, "--restarts", 2, **keys)
+  launch = Launch(killed, processes=2, devices=1, restarts=2, **keys)
   for rank, step in ((0, 15), (1, 30)):
     launch.wait_for(rf"^\[0\] step +{step}/")
     os.kill(launch.process_id(rank), signal.SIGKILL)
   assert launch.wait() == 0, launch.output
   assert "resuming from the checkpoint of step" in launch.output
-  assert logged(folders[2]) == logged(folders[1])
+  assert logged(killed) == logged(two_hosts)
   assert last_hash(launch.output) == last_hash(output)

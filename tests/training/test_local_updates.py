@@ -243,7 +243,7 @@ def test_the_plan_divides_what_replicas_exchange_by_the_period(trainer):
 @pytest.mark.slow
 def test_replicas_on_two_hosts_equal_those_on_one(folder):
   keys = RUN | OUTER | mesh_keys("ensemble=2") | {"global_batch_size": 8}
-  two = run(folder / "two", "--processes", 2, "--devices", 1, **keys)
-  one = run(folder / "one", "--processes", 1, "--devices", 2, **keys)
+  two = run(folder / "two", processes=2, devices=1, **keys)
+  one = run(folder / "one", processes=1, devices=2, **keys)
   assert parameter_hash(two.splitlines()[-1]) == parameter_hash(one.splitlines()[-1])
   assert last_leaves(folder / "two") == last_leaves(folder / "one")

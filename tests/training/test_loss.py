@@ -33,24 +33,39 @@ def draw_inputs(num_real=B):
   targets_BT = draw.integers(V, size=(B, T))
   weight_BT = draw.uniform(0, 2, (B, T)) * (draw.random((B, T)) < 0.7)
   weight_BT[num_real:] = 0
-  arrays = (x_BTD, w_DV, targets_BT, weight_BT)
-  return [a.astype(np.int32 if a.dtype == np.int64 else np.float32) for a in arrays]
+  return (
+    x_BTD.astype(np.float32),
+    w_DV.astype(np.float32),
+    targets_BT.astype(np.int32),
+    weight_BT.astype(np.float32),
+  )
 
 
 def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
   """Both sums, and the gradients by x and w of their weighted sum, in float64."""
-  x_BTD, w_DV, weight_BT = (np.asarray(a, np.float64) for a in (x_BTD, w_DV, weight_BT))
+  x_BTD = np.asarray(x_BTD, np.float64)
+  w_DV = np.asarray(w_DV, np.float64)
+  weight_BT = np.asarray(weight_BT, np.float64)
   logits_BTV = x_BTD @ w_DV
-  logits_BTV = soft_cap * np.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV
+  if soft_cap:
+    logits_BTV = soft_cap * np.tanh(logits_BTV / soft_cap)
   partition_BT = np.log(np.sum(np.exp(logits_BTV), axis=-1))
   onehot_BTV = np.eye(V)[targets_BT]
   nll_BT = partition_BT - np.sum(onehot_BTV * logits_BTV, axis=-1)
-  sums = np.sum(weight_BT * nll_BT), np.sum(weight_BT * partition_BT**2)
-  p_BTV = np.exp(logits_BTV - partition_BT[..., None])
-  slope_BTV = factors[0] * (p_BTV - onehot_BTV) + factors[1] * 2 * partition_BT[..., None] * p_BTV
+  nll = np.sum(weight_BT * nll_BT)
+  logits_z = np.sum(weight_BT * partition_BT**2)
+  # Of each sum by the logits.
+  partition_BT1 = partition_BT[..., None]
+  p_BTV = np.exp(logits_BTV - partition_BT1)
+  nll_slope_BTV = p_BTV - onehot_BTV
+  z_slope_BTV = 2 * partition_BT1 * p_BTV
+  slope_BTV = factors[0] * nll_slope_BTV + factors[1] * z_slope_BTV
   slope_BTV *= weight_BT[..., None]
-  slope_BTV *= 1 - (logits_BTV / soft_cap) ** 2 if soft_cap else 1
-  return sums, (slope_BTV @ w_DV.T, np.einsum("btd,btv->dv", x_BTD, slope_BTV))
+  if soft_cap:
+    slope_BTV *= 1 - (logits_BTV / soft_cap) ** 2
+  dx_BTD = slope_BTV @ w_DV.T
+  dw_DV = np.einsum("btd,btv->dv", x_BTD, slope_BTV)
+  return (nll, logits_z), (dx_BTD, dw_DV)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +83,17 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
 )
 def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
   sharder = sharder_on(degrees)
-  inputs = draw_inputs(num_real=6)
+  x_BTD, w_DV, targets_BT, weight_BT = draw_inputs(num_real=6)
   factors = (0.7, 0.3)
 
   def loss(x_BTD, w_DV, targets_BT, weight_BT):
-    rows = targets_BT, weight_BT
-    sums = cross_entropy_sums(x_BTD, w_DV, *rows, chunk_tokens, sharder, soft_cap)
-    return factors[0] * sums[0] + factors[1] * sums[1], sums
+    sums = cross_entropy_sums(x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder, soft_cap)
+    nll, logits_z = sums
+    return factors[0] * nll + factors[1] * logits_z, sums
 
-  gradients, sums = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*inputs)
-  expected_sums, expected_gradients = exact(*inputs, factors, soft_cap)
+  gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+  gradients, sums = gradient(x_BTD, w_DV, targets_BT, weight_BT)
+  expected_sums, expected_gradients = exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap)
   np.testing.assert_allclose(sums, expected_sums, rtol=1e-6)
   for gradient, expected in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
@@ -93,12 +109,12 @@ def test_large_logits_do_not_overflow():
 
 
 def test_bfloat16_hidden_states_have_float32_logits():
-  x_BTD, *rest = draw_inputs()
+  x_BTD, w_DV, targets_BT, weight_BT = draw_inputs()
   x_BTD = jnp.asarray(x_BTD, jnp.bfloat16)
   sums = functools.partial(cross_entropy_sums, chunk_tokens=24, sharder=sharder_on(ONE))
-  nll, logits_z = jax.jit(sums)(x_BTD, *rest)
-  w_DV = jnp.asarray(rest[0], jnp.bfloat16)
-  (expected, expected_z), _ = exact(x_BTD, w_DV, *rest[1:], (0, 0))
+  nll, logits_z = jax.jit(sums)(x_BTD, w_DV, targets_BT, weight_BT)
+  rounded_DV = jnp.asarray(w_DV, jnp.bfloat16)
+  (expected, expected_z), _ = exact(x_BTD, rounded_DV, targets_BT, weight_BT, (0, 0))
   assert nll.dtype == jnp.float32
   np.testing.assert_allclose((nll, logits_z), (expected, expected_z), rtol=1e-6)
 
@@ -107,16 +123,19 @@ def test_only_one_chunk_of_logits_is_in_memory():
   num_rows = 8
   length = 64
   vocab = 4096
-  shapes = [((num_rows, length, 8), jnp.float32), ((8, vocab), jnp.float32)]
-  shapes += [((num_rows, length), jnp.int32), ((num_rows, length), jnp.float32)]
+  x_BTD = jax.ShapeDtypeStruct((num_rows, length, 8), jnp.float32)
+  w_DV = jax.ShapeDtypeStruct((8, vocab), jnp.float32)
+  targets_BT = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
+  weight_BT = jax.ShapeDtypeStruct((num_rows, length), jnp.float32)
   sharder = sharder_on(ONE)
 
   def temporary_bytes(chunk_tokens):
-    def loss(*arrays):
-      return sum(cross_entropy_sums(*arrays, chunk_tokens, sharder))
+    def loss(x_BTD, w_DV, targets_BT, weight_BT):
+      nll, logits_z = cross_entropy_sums(x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder)
+      return nll + logits_z
 
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile()
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    compiled = gradient.lower(x_BTD, w_DV, targets_BT, weight_BT).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
   all_logits = num_rows * length * vocab * 4

@@ -22,21 +22,18 @@ ONE_EACH = {
   "ici_fsdp_parallelism": 1,
   "ensemble_strategy": "stacked",
 }
-POPULATION = (
-  KEYS
-  | ONE_EACH
-  | {
-    "members": f"[{PAIR}]",
-    "steps": 6,
-    "learning_rate_schedule_steps": 6,
-    "checkpoint_period": 1,
-    "pbt_period": 2,
-    "pbt_fraction": 0.5,
-    "pbt_hyperparameters": "{learning_rate: [0.5, 2]}",
-  }
-)
+POPULATION = {
+  **KEYS,
+  **ONE_EACH,
+  "members": f"[{PAIR}]",
+  "steps": 6,
+  "learning_rate_schedule_steps": 6,
+  "checkpoint_period": 1,
+  "pbt_period": 2,
+  "pbt_fraction": 0.5,
+  "pbt_hyperparameters": "{learning_rate: [0.5, 2]}",
+}
 LAST_BITS = 2e-5  # relative; float32 sums in a different order
-TWO = ("--processes", 2)
 
 
 @pytest.fixture
@@ -50,19 +47,20 @@ def on_two_hosts(tmp_path_factory):
   """(folder, output) of members on one device each, of two processes."""
   folder = tmp_path_factory.mktemp("two_hosts")
   keys = KEYS | ONE_EACH
-  return folder, run(folder, *TWO, "--devices", 1, members=f"[{PAIR}]", **keys)
+  return folder, run(folder, processes=2, devices=1, members=f"[{PAIR}]", **keys)
 
 
 @pytest.fixture(scope="module")
 def one_population(tmp_path_factory):
   folder = tmp_path_factory.mktemp("one_population")
-  run(folder, "--processes", 1, "--devices", 2, **POPULATION)
+  run(folder, processes=1, devices=2, **POPULATION)
   return folder
 
 
 def entries_of(folder):
   """The leaderboard's rows without the speed."""
-  return re.sub(r'"tokens_per_second": [\d.]+', "", (folder / "ens/members.jsonl").read_text())
+  text = (folder / "ens/members.jsonl").read_text()
+  return re.sub(r'"tokens_per_second": [\d.]+', "", text)
 
 
 def assert_equal_rows(folder, other, names, rtol, num_steps=4):
@@ -70,7 +68,8 @@ def assert_equal_rows(folder, other, names, rtol, num_steps=4):
     rows = rows_of(folder, name)
     expected = rows_of(other, name)
     steps = list(range(1, num_steps + 1))
-    assert [row["step"] for row in rows] == [row["step"] for row in expected] == steps
+    assert [row["step"] for row in rows] == steps
+    assert [row["step"] for row in expected] == steps
     for row, there in zip(rows, expected, strict=True):
       assert row.keys() == there.keys()
       for key in row:
@@ -78,7 +77,7 @@ def assert_equal_rows(folder, other, names, rtol, num_steps=4):
 
 
 def test_members_on_two_hosts_equal_those_on_one_bit_for_bit(on_two_hosts, folder):
-  one = run(folder, "--processes", 1, "--devices", 2, members=f"[{PAIR}]", **KEYS | ONE_EACH)
+  one = run(folder, processes=1, devices=2, members=f"[{PAIR}]", **KEYS | ONE_EACH)
   there, output = on_two_hosts
   for name in ("slow", "fast"):
     assert rows_of(there, name) == rows_of(folder, name)
@@ -99,8 +98,8 @@ def test_members_on_two_hosts_equal_those_on_one_bit_for_bit(on_two_hosts, folde
 def test_sharded_members_on_two_hosts_equal_those_on_one(folder, strategy, members, names, degree):
   keys = KEYS | {"members": f"[{members}]", "ensemble_strategy": strategy}
   keys |= {"global_batch_size": 16, "ici_ensemble_parallelism": degree}
-  run(folder / "2", *TWO, "--devices", 4, **keys)
-  run(folder / "1", "--processes", 1, "--devices", 8, **keys)
+  run(folder / "2", processes=2, devices=4, **keys)
+  run(folder / "1", processes=1, devices=8, **keys)
   assert_equal_rows(folder / "2", folder / "1", names, LAST_BITS)
 
 
@@ -108,22 +107,26 @@ def test_sharded_members_on_two_hosts_equal_those_on_one(folder, strategy, membe
 def test_an_interrupted_ensemble_resumes_bit_for_bit(on_two_hosts, folder, number):
   """After SIGTERM to one host at a step boundary, and after the loss of a host."""
   keys = KEYS | ONE_EACH | {"members": f"[{PAIR}]"}
-  restarts = ("--restarts", 1) if number == signal.SIGKILL else ()
-  endless = Launch(folder, *TWO, "--devices", 1, *restarts, **keys | {"checkpoint_period": 1})
+  restarts = 0
+  if number == signal.SIGKILL:
+    restarts = 1
+  saving = keys | {"checkpoint_period": 1}
+  endless = Launch(folder, processes=2, devices=1, restarts=restarts, **saving)
   endless.wait_for(r"^\[0\] step 1/")
   os.kill(endless.process_id(1), number)
   code = endless.wait()
   if number == signal.SIGTERM:
     assert code == 128 + signal.SIGTERM, endless.output
     stopped = int(re.search(r"stopped after step (\d) of 4", endless.output)[1])
-    output = run(folder, *TWO, "--devices", 1, **keys)
+    output = run(folder, processes=2, devices=1, **keys)
     assert f"resuming from the checkpoints of step {stopped}: slow, fast" in output
   else:
     assert code == 0, endless.output
     assert "process 0 exits: process 1 died" in endless.output
+  expected_folder, _ = on_two_hosts
   for name in ("slow", "fast"):
-    assert rows_of(folder, name) == rows_of(on_two_hosts[0], name)
-    assert checksums(folder, name) == checksums(on_two_hosts[0], name)
+    assert rows_of(folder, name) == rows_of(expected_folder, name)
+    assert checksums(folder, name) == checksums(expected_folder, name)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -131,7 +134,7 @@ def test_a_population_on_two_hosts_equals_that_on_one_bit_for_bit(
   one_population, folder, is_killed
 ):
   """Bit for bit, also if a host is lost after the first exchange."""
-  launch = Launch(folder, *TWO, "--devices", 1, "--restarts", 1, **POPULATION)
+  launch = Launch(folder, processes=2, devices=1, restarts=1, **POPULATION)
   if is_killed:
     launch.wait_for(r"^\[0\] step 3/")
     os.kill(launch.process_id(1), signal.SIGKILL)
@@ -146,15 +149,18 @@ def test_a_population_on_two_hosts_equals_that_on_one_bit_for_bit(
       assert checksums(folder, name, step) == checksums(one_population, name, step)
 
 
+def copies_in(folder):
+  """(step, member, its donor, hyperparameters after) of every copy; losses are approximate."""
+  rows = read_rows(folder / "ens" / LINEAGE)
+  return [(row["step"], row["member"], row["from"], row["after"]) for row in rows]
+
+
 def test_a_population_of_sharded_members_on_two_hosts_equals_that_on_one(folder):
   keys = POPULATION | {"ici_fsdp_parallelism": 4, "global_batch_size": 16}
-  run(folder / "2", *TWO, "--devices", 4, **keys)
-  run(folder / "1", "--processes", 1, "--devices", 8, **keys)
-  copies, expected = (
-    [(row["step"], row["member"], row["from"], row["after"]) for row in rows]
-    for rows in (read_rows(folder / n / "ens" / LINEAGE) for n in "21")
-  )
-  assert copies == expected
+  run(folder / "2", processes=2, devices=4, **keys)
+  run(folder / "1", processes=1, devices=8, **keys)
+  copies = copies_in(folder / "2")
+  assert copies == copies_in(folder / "1")
   assert [step for step, *_ in copies] == [2, 4]
   assert_equal_rows(folder / "2", folder / "1", ["slow", "fast"], LAST_BITS, num_steps=6)
 
@@ -162,8 +168,8 @@ def test_a_population_of_sharded_members_on_two_hosts_equals_that_on_one(folder)
 def test_halving_leaves_one_member_on_two_hosts(folder):
   keys = KEYS | ONE_EACH | {"asha_reduction_factor": 2, "asha_min_steps": 2}
   keys |= {"members": f"[{PAIR}]"}
-  output = run(folder / "2", *TWO, "--devices", 1, **keys)
-  run(folder / "1", "--processes", 1, "--devices", 2, **keys)
+  output = run(folder / "2", processes=2, devices=1, **keys)
+  run(folder / "1", processes=1, devices=2, **keys)
   assert "slow is stopped at step 2 by halving" in output
   assert_equal_rows(folder / "2", folder / "1", ["fast"], LAST_BITS)
 
@@ -180,15 +186,17 @@ SUBMESH = KEYS | {
 def one_submesh(tmp_path_factory):
   """One process with a device for every process of the others."""
   folder = tmp_path_factory.mktemp("one_submesh")
-  run(folder, "--processes", 1, "--devices", 2, **SUBMESH)
+  run(folder, processes=1, devices=2, **SUBMESH)
   return folder
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])
 def test_separate_processes_equal_one_process_bit_for_bit(one_submesh, folder, number):
   """Without an interruption, after SIGTERM to one process, and after the loss of one."""
-  restarts = ("--restarts", 1) if number == signal.SIGKILL else ()
-  launch = Launch(folder, *TWO, "--devices", 1, *restarts, **SUBMESH)
+  restarts = 0
+  if number == signal.SIGKILL:
+    restarts = 1
+  launch = Launch(folder, processes=2, devices=1, restarts=restarts, **SUBMESH)
   if number:
     launch.wait_for(r"^\[1\] step 1/")
     os.kill(launch.process_id(1), number)
@@ -197,7 +205,7 @@ def test_separate_processes_equal_one_process_bit_for_bit(one_submesh, folder, n
     assert code == 128 + signal.SIGTERM, launch.output
     assert re.search(r"^\[1\] .*stopped after step \d of 4", launch.output, re.M)
     assert "Leaderboard" not in launch.output
-    run(folder, *TWO, "--devices", 1, **SUBMESH)
+    run(folder, processes=2, devices=1, **SUBMESH)
   else:
     assert code == 0, launch.output
   for name in ("slow", "fast", "deep", "moe"):
