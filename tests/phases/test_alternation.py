@@ -4,16 +4,29 @@ import functools
 import runpy
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from alternation_cases import (
+  FIT_ADAM,
+  MATCH_ADAM,
+  a_to_b_and_c,
+  assert_close,
+  assert_same,
+  batches,
+  fit_loss,
+  make_params,
+  match_loss,
+  own_state,
+  take,
+)
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import slow
+from tiny import compilations
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
@@ -24,80 +37,20 @@ from maxlite.optim.labels import labels_of, split, trained_paths
 from maxlite.phases import Alternation, Phase, Plateau, Threshold
 
 DOCS = Path(__file__).parents[2] / "docs"
-WIDTH = 8
-ROWS = 16
-FIT_ADAM = optax.adam(optax.linear_schedule(3e-2, 0.0, 10))
-MATCH_ADAM = optax.adamw(1e-2)
 
 
-def draw(shape, seed):
-  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def make_params():
-  return {
-    name: {"kernel": draw((WIDTH, WIDTH), i) / 3, "bias": np.zeros(WIDTH, np.float32)}
-    for i, name in enumerate("abcd")
-  }
-
-
-def layer(params, x_BD):
-  return jnp.tanh(x_BD @ params["kernel"] + params["bias"][None])
-
-
-def fit_loss(params, batch):
-  x_BD, y_BD = batch
-  return jnp.mean((layer(params["b"], layer(params["a"], x_BD)) - y_BD) ** 2)
-
-
-def match_loss(params, batch):
-  h_BD = layer(params["a"], batch[0])
-  gap_BD = layer(params["c"], h_BD) - layer(params["b"], h_BD)
-  return jnp.mean(gap_BD**2), {"gap": jnp.max(jnp.abs(gap_BD))}
-
-
-def batches(num, first=0):
-  for seed in range(first, first + num):
-    yield draw((ROWS, WIDTH), 100 + seed), draw((ROWS, WIDTH), 200 + seed)
-
-
-def a_to_b_and_c(strategy="separate", match=match_loss, **keys):
-  return Alternation(
-    [
-      Phase("fit", ["a/.*", "b/.*"], fit_loss, FIT_ADAM, steps=3),
-      Phase("match", ["c/.*"], match, MATCH_ADAM, steps=2),
-    ],
-    initial_phases={"fit": 2},
-    strategy=strategy,
-    **keys,
-  )
-
-
-def own_state(state, phase):
-  """The state of a phase's optimizer."""
-  return state.opt_state.own[phase].inner_states["train"].inner_state
-
-
-def take(alternation, state, stream):
-  """(state, metrics of each step) on the host."""
-  rows = []
-  for batch in stream:
-    state, metrics = alternation.step(state, batch)
-    rows.append(jax.device_get(metrics))
-  return state, rows
-
-
-def assert_same(got, want):
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
-  assert jax.tree.structure(got) == jax.tree.structure(want)
+def match_gap(params, batch):
+  """The loss of the match phase without its metrics."""
+  loss, _ = match_loss(params, batch)
+  return loss
 
 
 def by_hand(num_steps):
   """The A to B and C case as two jitted functions: (params, losses)."""
   params = make_params()
-  moving = {"fit": {name: params[name] for name in "ab"}, "match": {"c": params["c"]}}
-  optimizers = dict(zip(moving, (FIT_ADAM, MATCH_ADAM), strict=True))
-  losses = {"fit": fit_loss, "match": lambda params, batch: match_loss(params, batch)[0]}
+  moving = {"fit": {"a": params["a"], "b": params["b"]}, "match": {"c": params["c"]}}
+  optimizers = {"fit": FIT_ADAM, "match": MATCH_ADAM}
+  losses = {"fit": fit_loss, "match": match_gap}
 
   @functools.partial(jax.jit, static_argnums=0)
   def step(name, trained, frozen, state, batch):
@@ -110,10 +63,11 @@ def by_hand(num_steps):
     return optax.apply_updates(trained, updates), state, value
 
   states = {name: tx.init(moving[name]) for name, tx in optimizers.items()}
+  others = {"fit": "match", "match": "fit"}
   order = ["fit"] * 2 + (["fit"] * 3 + ["match"] * 2) * num_steps
   values = []
   for name, batch in zip(order, batches(num_steps), strict=False):
-    frozen = functools.reduce(dict.__or__, (moving[other] for other in moving if other != name))
+    frozen = moving[others[name]]
     moving[name], states[name], value = step(name, moving[name], frozen, states[name], batch)
     values.append(value)
   return moving["fit"] | moving["match"] | {"d": params["d"]}, values
@@ -140,9 +94,8 @@ def test_switch_gives_the_same_numbers(uninterrupted):
   alternation = a_to_b_and_c("switch")
   state, rows = take(alternation, alternation.init(make_params()), batches(12))
   want, want_rows = uninterrupted
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, jax.device_get(state), want)
-  jax.tree.map(close, rows, want_rows)
+  assert_close(state, want)
+  assert_close(rows, want_rows)
   assert alternation.num_compiled == 1
 
 
@@ -164,11 +117,6 @@ def test_untrained_parameters_are_listed():
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
 def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
-  compiled = []
-
-  def listen(event, *_, **__):
-    return compiled.append(event) if "backend_compile" in event else None
-
   tiny = {"a": jnp.ones(()), "b": jnp.ones(())}
 
   def loss(params, batch):
@@ -182,17 +130,15 @@ def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   alternation.compile(state, batch)
   num_compiled = alternation.num_compiled
   state, _ = alternation.step(state, batch)  # includes what JAX compiles for any first program
-  jax.monitoring.register_event_duration_secs_listener(listen)
   monkeypatch.setattr(jax, "device_get", None)  # the host computes the phase without the device
-  try:
+  with compilations() as compiled:
     for _ in range(1000):
       state, metrics = alternation.step(state, batch)
     jax.jit(lambda x: x - 3)(metrics["loss"])
-  finally:
-    jax.monitoring.unregister_event_duration_listener(listen)
   assert state.clock.step == 1001
   assert len(compiled) == 1  # the program after the loop, which shows that the listener works
-  assert alternation.num_compiled == num_compiled == (2 if strategy == "separate" else 1)
+  assert num_compiled == {"separate": 2, "switch": 1}[strategy]
+  assert alternation.num_compiled == num_compiled
 
 
 def test_frozen_parameters_have_no_backward_pass():
@@ -221,7 +167,8 @@ def sharded(params, mesh):
   specs = {"kernel": jax.P("x"), "bias": jax.P()}
 
   def place(key_path, leaf):
-    return jax.device_put(leaf, jax.NamedSharding(mesh, specs[key_path[-1].key]))
+    spec = specs[key_path[-1].key]
+    return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
 
   return jax.tree_util.tree_map_with_path(place, params)
 
@@ -231,15 +178,15 @@ def test_mesh_equals_one_device(strategy, uninterrupted):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
   state = alternation.init(sharded(make_params(), mesh))
-  for tree in (state.params, own_state(state, "fit")[0].mu, state.ema):
+  adam_state = own_state(state, "fit")[0]
+  for tree in (state.params, adam_state.mu, state.ema):
     assert tree["a"]["kernel"].sharding.spec == jax.P("x")
   rows_of = jax.NamedSharding(mesh, jax.P("x"))
   stream = (jax.device_put(batch, rows_of) for batch in batches(12))
   state, _ = take(alternation, state, stream)
   want, _ = uninterrupted
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, jax.device_get(state.params), want.params)
-  jax.tree.map(close, jax.device_get(state.opt_state), want.opt_state)
+  assert_close(state.params, want.params)
+  assert_close(state.opt_state, want.opt_state)
 
 
 def save_and_restore(folder, alternation, state, params):
@@ -251,15 +198,15 @@ def save_and_restore(folder, alternation, state, params):
   return restored[0]
 
 
-@pytest.mark.parametrize("killed_after", [3, 6])
-def test_restored_state_resumes_bit_for_bit(killed_after, tmp_path, uninterrupted):
+@pytest.mark.parametrize(("killed_after", "following"), [(3, "fit"), (6, "match")])
+def test_restored_state_resumes_bit_for_bit(killed_after, following, tmp_path, uninterrupted):
   before = a_to_b_and_c()
   after = a_to_b_and_c()
   mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[1:2])
   state, _ = take(before, before.init(make_params()), batches(killed_after))
   params = sharded(make_params(), mesh)
   state = save_and_restore(tmp_path, after, state, params)
-  assert after.next_phase(state) == ("fit" if killed_after == 3 else "match")
+  assert after.next_phase(state) == following
   state, rows = take(after, state, batches(12 - killed_after, first=killed_after))
   want, want_rows = uninterrupted
   assert_same(state, want)
@@ -269,13 +216,15 @@ def test_restored_state_resumes_bit_for_bit(killed_after, tmp_path, uninterrupte
 def test_resumes_on_another_mesh(tmp_path, uninterrupted):
   before = a_to_b_and_c("switch")
   after = a_to_b_and_c()
-  four, eight = (jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]) for n in (4, 8))
+  four = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+  eight = jax.make_mesh((8,), ("x",))
   state, _ = take(before, before.init(sharded(make_params(), four)), batches(6))
   state = save_and_restore(tmp_path, after, state, sharded(make_params(), eight))
-  assert own_state(state, "fit")[0].mu["a"]["kernel"].sharding.mesh == eight
+  adam_state = own_state(state, "fit")[0]
+  assert adam_state.mu["a"]["kernel"].sharding.mesh == eight
   state, _ = take(after, state, batches(6, first=6))
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, jax.device_get(state), uninterrupted[0])
+  want, _ = uninterrupted
+  assert_close(state, want)
 
 
 def optimizer_of(opt_type, names):
@@ -310,45 +259,51 @@ def test_frozen_parameters_keep_their_bits(tmp_path_factory, parts, kinds, accum
   names = {name: {"kernel": jax.P("embed", "mlp"), "bias": jax.P("norm")} for name in params}
 
   def loss(params, batch):
-    return fit_loss(params, batch) + match_loss(params, batch)[0]
+    return fit_loss(params, batch) + match_gap(params, batch)
 
   phases = []
   for opt_type, part, parts_of_batch in zip(OPTIMIZERS, parts, accumulate, strict=True):
     train = [f"{name}/{kinds}" for name in sorted(part)]
-    tx = optimizer_of(opt_type, split(names, labels_of(names, train))[0])
+    trained_names, _ = split(names, labels_of(names, train))
+    tx = optimizer_of(opt_type, trained_names)
     phases.append(Phase(opt_type, train, loss, tx, steps=1, accumulate=parts_of_batch))
   alternation = Alternation(phases, strategy=strategy, ema_decay=0.5)
   state = alternation.init(params)
   for step, batch in enumerate(batches(len(phases) + 1)):
-    trained = set(trained_paths(labels_of(params, phases[step % len(phases)].train)))
-    before = jax.device_get((state.params, state.ema))
+    phase = phases[step % len(phases)]
+    trained = set(trained_paths(labels_of(params, phase.train)))
+    old_params = jax.device_get(state.params)
+    old_ema = jax.device_get(state.ema)
     if step == 2:
       folder = tmp_path_factory.mktemp("checkpoints")
       state = save_and_restore(folder, alternation, state, params)
     state, _ = alternation.step(state, batch)
-    for old, new in zip(before, jax.device_get((state.params, state.ema)), strict=True):
-      assert moved(old, new) == trained
+    assert moved(old_params, jax.device_get(state.params)) == trained
+    assert moved(old_ema, jax.device_get(state.ema)) == trained
   slots = leaves_by_path(state.opt_state)
-  assert not [slot for slot in slots for path in alternation.untrained(params) if path in slot]
+  for path in alternation.untrained(params):
+    assert not [slot for slot in slots if path in slot]
 
 
 def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
   """Each counts half of the steps, so the parameters differ from those of one phase."""
 
-  def adam():
-    return optax.adam(1e-2)
-
-  halves = [Phase(name, ["a/.*", "b/.*"], fit_loss, adam(), steps=1) for name in ("one", "two")]
-  whole = [Phase("whole", ["a/.*", "b/.*"], fit_loss, adam(), steps=1)]
-  states = []
-  for phases in (halves, whole):
+  def trained(names):
+    """(kernel of a, number of steps that each optimizer counts) after four steps."""
+    phases = []
+    for name in names:
+      phases.append(Phase(name, ["a/.*", "b/.*"], fit_loss, optax.adam(1e-2), steps=1))
     alternation = Alternation(phases)
-    states.append(take(alternation, alternation.init(make_params()), batches(4))[0])
-  counts = [
-    [int(own_state(state, name)[0].count) for name in state.opt_state.own] for state in states
-  ]
-  assert counts == [[2, 2], [4]]
-  assert not np.array_equal(*(state.params["a"]["kernel"] for state in states))
+    state, _ = take(alternation, alternation.init(make_params()), batches(4))
+    counts = [int(own_state(state, name)[0].count) for name in names]
+    assert list(state.opt_state.own) == names
+    return state.params["a"]["kernel"], counts
+
+  of_halves, counts = trained(["one", "two"])
+  assert counts == [2, 2]
+  of_whole, counts = trained(["whole"])
+  assert counts == [4]
+  assert not np.array_equal(of_halves, of_whole)
 
 
 def test_accumulation_gives_the_same_numbers():
@@ -357,8 +312,8 @@ def test_accumulation_gives_the_same_numbers():
     phase = Phase("fit", ["a/.*"], fit_loss, optax.sgd(0.1), steps=1, accumulate=accumulate)
     alternation = Alternation([phase])
     results.append(take(alternation, alternation.init(make_params()), batches(3)))
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, *jax.device_get(results))
+  whole, accumulated = results
+  assert_close(accumulated, whole)
 
 
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
@@ -366,9 +321,11 @@ def test_a_condition_ends_a_phase_one_step_after_it_is_met(strategy):
   def loss(params, batch):
     return jnp.sum(params["w"] * batch)
 
+  is_low = Threshold("loss", below=0.5, max_steps=9)
+  is_flat = Plateau("loss", patience=2, max_steps=9)
   phases = [
-    Phase("low", ["w"], loss, optax.sgd(0.0), until=Threshold("loss", below=0.5, max_steps=9)),
-    Phase("flat", ["w"], loss, optax.sgd(0.0), until=Plateau("loss", patience=2, max_steps=9)),
+    Phase("low", ["w"], loss, optax.sgd(0.0), until=is_low),
+    Phase("flat", ["w"], loss, optax.sgd(0.0), until=is_flat),
   ]
   alternation = Alternation(phases, strategy=strategy)
   state = alternation.init({"w": jnp.ones(1)})
@@ -378,92 +335,18 @@ def test_a_condition_ends_a_phase_one_step_after_it_is_met(strategy):
   assert state.clock.round == 1
 
 
-class Normed(nn.Module):
-  @nn.compact
-  def __call__(self, x_BD):
-    x_BD = nn.BatchNorm(use_running_average=False, name="norm")(nn.Dense(4, name="dense")(x_BD))
-    return nn.Dropout(0.5, deterministic=False)(x_BD)
-
-
-class Two(nn.Module):
-  def setup(self):
-    self.a = Normed()
-    self.b = Normed()
-
-  def __call__(self, x_BD):
-    return self.b(self.a(x_BD))
-
-
-def test_collections_are_frozen_with_their_module_and_losses_get_keys():
-  model = Two()
-
-  def loss(params, batch, collections, key):
-    run = functools.partial(model.apply, rngs={"dropout": key}, mutable=list(collections))
-    y_BD, collections = run({"params": params, **collections}, batch)
-    return jnp.mean((y_BD - 1) ** 2), {"drawn": jax.random.uniform(key)}, collections
-
-  keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-  variables = model.init(keys, draw((ROWS, 4), 0))
-  params = variables["params"]
-  statistics = {"batch_stats": variables["batch_stats"]}
-  sgd = optax.sgd(0.1)
-  phases = [
-    Phase("a", ["a/norm/.*"], loss, sgd, steps=1),
-    Phase("b", ["b/dense/.*"], loss, sgd, steps=1),
-    Phase("c", ["b/.*"], loss, sgd, steps=1, accumulate=2),
-  ]
-  alternation = Alternation(phases)
-  state = alternation.init(params, statistics)
-  rows = []
-  for moves in ({"a"}, set(), {"b"}):  # an untrained norm keeps its statistics
-    before = jax.device_get(state.collections["batch_stats"])
-    state, metrics = alternation.step(state, draw((ROWS, 4), len(rows)))
-    after = jax.device_get(state.collections["batch_stats"])
-    rows.append(float(metrics["drawn"]))
-    assert moves == {
-      name
-      for name in "ab"
-      if not np.array_equal(before[name]["norm"]["mean"], after[name]["norm"]["mean"])
-    }
-  assert len(set(rows)) == 3
-
-
-@pytest.mark.parametrize(
-  ("wrap", "prefix"),
-  [
-    (lambda a, b: {"stats": {"a": {"norm": a}, "b": {"norm": b}}}, ""),
-    (lambda a, b: {"a": {"stats": {"norm": a}}, "b": {"stats": {"norm": b}}}, ""),
-    (lambda a, b: {"a": {"norm": a}, "b": {"norm": b}}, ""),
-    (lambda a, b: {"stats": {"a": {"norm": a}, "b": {"norm": b}}}, "params/"),
-  ],
-  ids=["flax", "collections of models", "one collection of models", "all variables"],
-)
-def test_collections_are_frozen_with_their_module_in_every_layout(wrap, prefix):
-  def loss(params, batch, collections):
-    size = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
-    return size * batch, {}, jax.tree.map(lambda leaf: leaf + 1, collections)
-
-  params = {name: {"dense": jnp.ones(2)} for name in "ab"}
-  phases = [
-    Phase(name, [f"{prefix}{name}/.*"], loss, optax.sgd(0.1), steps=steps)
-    for name, steps in (("a", 2), ("b", 1))
-  ]
-  alternation = Alternation(phases)
-  counts = wrap({"count": jnp.zeros(())}, {"count": jnp.zeros(())})
-  state = alternation.init({"params": params} if prefix else params, counts)
-  for _ in range(4):
-    state, _ = alternation.step(state, jnp.ones(()))
-  assert jax.device_get(state.collections) == wrap({"count": 3.0}, {"count": 1.0})
-
-
 def test_a_phase_may_have_batches_of_another_shape():
   alternation = a_to_b_and_c("auto")
   state = alternation.init(make_params())
-  large, small = (tuple(x[:n] for x in next(batches(1))) for n in (ROWS, 4))
+  x_BD, y_BD = next(batches(1))
+  large = (x_BD, y_BD)
+  small = (x_BD[:4], y_BD[:4])
   alternation.compile(state, large, own_batches={"match": small})
   assert alternation.reason == "separate: the phases' batches differ"
+  own_batch = {"fit": large, "match": small}
   for _ in range(7):
-    state, _ = alternation.step(state, small if alternation.next_phase(state) == "match" else large)
+    phase = alternation.next_phase(state)
+    state, _ = alternation.step(state, own_batch[phase])
   assert state.clock.taken_P.tolist() == [5, 2]
   with pytest.raises(ValueError, match="phase fit was compiled for another batch"):
     alternation.step(state, small)
@@ -480,7 +363,8 @@ def test_the_callers_parameters_are_not_donated():
 
 def test_the_documentation_contains_the_script():
   script = (DOCS / "examples" / "alternating.py").read_text("utf-8")
-  assert script[script.index("import argparse") :] in (DOCS / "alternating.md").read_text("utf-8")
+  code = script[script.index("import argparse") :]
+  assert code in (DOCS / "alternating.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_alternation import (
+from alternation_cases import (
   FIT_ADAM,
   MATCH_ADAM,
   a_to_b_and_c,
@@ -61,9 +61,9 @@ def halved(params):
 
 def first_step(build_alternation):
   alternation = build_alternation()
-  alternation.step(
-    alternation.init(make_params(), {"sums": {"n": jnp.zeros(())}}), next(batches(1))
-  )
+  collections = {"sums": {"n": jnp.zeros(())}}
+  state = alternation.init(make_params(), collections)
+  alternation.step(state, next(batches(1)))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,9 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_training():
   with pytest.raises(UserError, match="phase fit: the loss or a gradient was not finite in 3 cons"):
     take(alternation, state, [bad] * 5)
   zero = alternation.init({"w": jnp.ones(2), "v": jnp.zeros(())})
-  zero, rows = take(alternation, zero, [good])
-  assert (int(rows[0]["skipped"]), np.isfinite(rows[0]["loss"])) == (1, True)
+  zero, (row,) = take(alternation, zero, [good])
+  assert int(row["skipped"]) == 1
+  assert np.isfinite(row["loss"])
   assert float(zero.params["v"]) == 0
 
 
