@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import trees
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,13 +23,14 @@ def test_a_gap_between_rows_is_an_error_with_a_fix():
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", "context"), P(None, "context"), P()])
 def test_global_batch_equals_the_local_rows(spec):
-  sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context")), spec)
+  devices = np.array(jax.devices()).reshape(4, 2)
+  sharding = NamedSharding(Mesh(devices, ("data", "context")), spec)
   x_BT = np.arange(8 * 6, dtype=np.int32).reshape(8, 6)
   rows = local_rows(sharding, x_BT.shape)
   assert rows == range(8)
   local = Batch(x_BT, x_BT + 1, x_BT + 2, x_BT + 3, x_BT.astype(np.float32))
   batch = to_global(local, sharding, x_BT.shape)
-  assert all(x.sharding == sharding for x in jax.tree.leaves(batch))
-  for wanted, got in zip(jax.tree.leaves(local), jax.tree.leaves(batch), strict=True):
-    np.testing.assert_array_equal(wanted, got)
-    assert wanted.dtype == got.dtype
+  for got, wanted in trees.leaf_pairs(batch, local):
+    assert got.sharding == sharding
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(got, wanted)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
+from batch_streams import assert_same, join, take
 
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
@@ -27,8 +28,13 @@ def write_conversations(folder, kind, texts):
       rows.append({"prompt": f"{i}?", "completion": text[:8]})
     else:
       rows.append({"prompt": f"{i}?", "chosen": text[:8], "rejected": text[:4]})
-  (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  write_jsonl(folder / "a.jsonl", rows)
   (folder / "template").write_text(TEMPLATE)
+
+
+def write_jsonl(file, rows):
+  lines = [json.dumps(row) for row in rows]
+  file.write_text("\n".join(lines) + "\n")
 
 
 def write_source(folder, kind, num_documents):
@@ -37,7 +43,7 @@ def write_source(folder, kind, num_documents):
     for i, text in enumerate(texts):
       (folder / f"{i}.txt").write_text(text)
   if kind == "jsonl":
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    write_jsonl(folder / "a.jsonl", [{"text": text} for text in texts])
   if kind in ("chat", "preference"):
     write_conversations(folder, kind, texts)
   if kind == "parquet":
@@ -59,10 +65,16 @@ def write_source(folder, kind, num_documents):
 def config(folder, kind="text", num_documents=NUM_DOCUMENTS, **keys):
   folder.mkdir(exist_ok=True)
   write_source(folder, kind, num_documents)
-  defaults = {"max_target_length": T, "eval_fraction": 0.2, "grain_prefetch_buffer_size": 2}
+  defaults = {
+    "dataset_type": kind,
+    "dataset_path": (str(folder),),
+    "max_target_length": T,
+    "eval_fraction": 0.2,
+    "grain_prefetch_buffer_size": 2,
+  }
   if kind in ("chat", "preference"):
     defaults["chat_template_path"] = str(folder / "template")
-  return DataConfig(dataset_type=kind, dataset_path=(str(folder),), **{**defaults, **keys})
+  return DataConfig(**{**defaults, **keys})
 
 
 def open_part(cfg, rows=range(B), batch_size=B, **options):
@@ -72,13 +84,8 @@ def open_part(cfg, rows=range(B), batch_size=B, **options):
   )
 
 
-def take(stream, count):
-  return [next(stream) for _ in range(count)]
-
-
-def assert_same(batches, others):
-  for batch, other in zip(batches, others, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, batch, other)
+def train_stream(cfg):
+  return open_part(cfg).train_stream()
 
 
 def taken(cfg, count, **part):
@@ -93,21 +100,23 @@ def taken(cfg, count, **part):
 def test_global_batches_do_not_depend_on_the_number_of_hosts(tmp_path, kind, num_hosts):
   cfg = config(tmp_path / "data", kind)
   size = B // num_hosts
-  parts = [open_part(cfg, range(host * size, (host + 1) * size)) for host in range(num_hosts)]
+  parts = []
+  for host in range(num_hosts):
+    rows = range(host * size, (host + 1) * size)
+    parts.append(open_part(cfg, rows))
   streams = [part.train_stream() for part in parts]
   for whole in taken(cfg, 12):  # several epochs of the small sources
-    assert_same([whole], [join([next(stream) for stream in streams])])
-  states = [stream.state() for stream in streams]
-  assert all(state == states[0] for state in states)
+    joined = join([next(stream) for stream in streams])
+    assert_same([whole], [joined])
+  first, *others = [stream.state() for stream in streams]
+  assert all(state == first for state in others)
   for stream in streams:
     stream.close()
-  whole = list(open_part(cfg).eval_batches(3))
-  hosts = zip(*(part.eval_batches(3) for part in parts), strict=True)
-  assert_same(whole, [join(batches) for batches in hosts])
-
-
-def join(batches):
-  return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+  eval_streams = [part.eval_batches(3) for part in parts]
+  for whole in open_part(cfg).eval_batches(3):
+    joined = join([next(stream) for stream in eval_streams])
+    assert_same([whole], [joined])
+  assert not any(list(stream) for stream in eval_streams)
 
 
 def test_bootstrap_draws_rows_with_replacement(tmp_path):
@@ -117,26 +126,29 @@ def test_bootstrap_draws_rows_with_replacement(tmp_path):
   places = []
   for batch in taken(cfg, 20):
     places += [rows.index(x_T.tobytes()) for x_T in batch.tokens_BT]
-  in_epochs = [places[n : n + len(rows)] for n in range(0, len(places) - len(rows), len(rows))]
-  assert all(len(set(epoch)) < len(rows) for epoch in in_epochs)
-  assert in_epochs[0] != in_epochs[1]
-  assert len(set(places)) > 0.8 * len(rows)
+  num_rows = len(rows)
+  epochs = []
+  for first in range(0, len(places) - num_rows, num_rows):
+    epochs.append(places[first : first + num_rows])
+  for epoch in epochs:
+    assert len(set(epoch)) < num_rows
+  assert epochs[0] != epochs[1]
+  assert len(set(places)) > 0.8 * num_rows
   other = dataclasses.replace(cfg, data_shuffle_seed=1)
-  assert any(
-    (a.tokens_BT != b.tokens_BT).any() for a, b in zip(taken(cfg, 3), taken(other, 3), strict=True)
-  )
+  joined = join(taken(cfg, 3))
+  assert (joined.tokens_BT != join(taken(other, 3)).tokens_BT).any()
 
 
 @pytest.mark.parametrize("kind", sorted(SOURCES))
 @pytest.mark.parametrize("num_taken", [0, 1, 9])
 def test_a_restored_stream_yields_the_same_batches(tmp_path, kind, num_taken):
   cfg = config(tmp_path / "data", kind)
-  stream = open_part(cfg).train_stream()
+  stream = train_stream(cfg)
   take(stream, num_taken)
   state = json.loads(json.dumps(stream.state()))
   following = take(stream, 6)
   stream.close()
-  restored = open_part(cfg).train_stream()
+  restored = train_stream(cfg)
   take(restored, 2)
   restored.restore(state)
   assert restored.state() == state
@@ -155,14 +167,15 @@ def test_a_restored_stream_yields_the_same_batches(tmp_path, kind, num_taken):
 )
 def test_restoring_another_stream_is_an_error_with_a_fix(tmp_path, change, fix):
   cfg = config(tmp_path / "data")
-  state = open_part(cfg).train_stream().state()
+  state = train_stream(cfg).state()
+  changed = dataclasses.replace(cfg, **change)
   with pytest.raises(ValueError, match=fix):
-    open_part(dataclasses.replace(cfg, **change)).train_stream().restore(state)
+    train_stream(changed).restore(state)
 
 
 def test_restoring_another_batch_size_is_an_error_with_a_fix(tmp_path):
   cfg = config(tmp_path / "data")
-  state = open_part(cfg).train_stream().state()
+  state = train_stream(cfg).state()
   other = open_part(cfg, range(4), 4).train_stream()
   with pytest.raises(ValueError, match="batch of 8 rows, this run has 4: set global_batch_size=8"):
     other.restore(state)
@@ -170,13 +183,14 @@ def test_restoring_another_batch_size_is_an_error_with_a_fix(tmp_path):
 
 def test_a_change_of_shuffling_is_reported_before_the_seed(tmp_path):
   cfg = config(tmp_path / "data", enable_data_shuffling=False)
-  state = open_part(cfg).train_stream().state()
-  shuffled = open_part(dataclasses.replace(cfg, enable_data_shuffling=True)).train_stream()
+  state = train_stream(cfg).state()
+  shuffled = dataclasses.replace(cfg, enable_data_shuffling=True)
   with pytest.raises(ValueError, match="set enable_data_shuffling=False"):
-    shuffled.restore(state)
+    train_stream(shuffled).restore(state)
 
 
 def tokens_of(batches):
+  """The tokens of every row that is not padding."""
   tokens = []
   for batch in batches:
     tokens += [tuple(row) for row in batch.tokens_BT.tolist() if any(row)]
@@ -187,9 +201,11 @@ def test_each_epoch_has_every_row_once_in_a_new_order(tmp_path):
   cfg = config(tmp_path / "data")
   num_rows = len(open_part(cfg).source.train)
   rows = tokens_of(taken(cfg, 3 * num_rows, rows=range(1), batch_size=1))
-  epochs = [rows[i : i + num_rows] for i in range(0, 3 * num_rows, num_rows)]
-  assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-  assert epochs[0] != epochs[1] != epochs[2]
+  first = rows[:num_rows]
+  second = rows[num_rows : 2 * num_rows]
+  third = rows[2 * num_rows :]
+  assert sorted(first) == sorted(second) == sorted(third)
+  assert first != second != third
 
 
 def test_unshuffled_rows_keep_the_order_of_the_files(tmp_path):
@@ -204,24 +220,24 @@ def test_unshuffled_rows_keep_the_order_of_the_files(tmp_path):
 def test_eval_batches_are_one_pass_over_held_out_rows(tmp_path, kind):
   data = open_part(config(tmp_path / "data", kind))
   batches = list(data.eval_batches())
-  assert_same(batches, list(data.eval_batches()))
-  assert_same(batches[:2], list(data.eval_batches(2)))
+  assert_same(batches, data.eval_batches())
+  assert_same(batches[:2], data.eval_batches(2))
   assert all(batch.tokens_BT.shape == (B, T) for batch in batches)
-  num_rows = len(data.source.eval)
-  assert len(batches) == -(-num_rows // B)
-  wanted = sum(data.source.eval[i]["weight_BT"].sum() for i in range(num_rows))
-  assert sum(batch.weight_BT.sum() for batch in batches) == wanted
-  wanted_rows = sorted(tuple(data.source.eval[i]["tokens_BT"].tolist()) for i in range(num_rows))
-  assert sorted(tokens_of(batches)) == wanted_rows
-  filling = batches[-1].weight_BT[num_rows % B or B :]
-  assert not filling.any()
+  held_out = data.source.eval
+  rows = [held_out[i] for i in range(len(held_out))]
+  assert len(batches) == math.ceil(len(rows) / B)
+  weight_BT = np.concatenate([batch.weight_BT for batch in batches])
+  assert weight_BT.sum() == sum(row["weight_BT"].sum() for row in rows)
+  assert not weight_BT[len(rows) :].any()
+  expected = [tuple(row["tokens_BT"].tolist()) for row in rows]
+  assert sorted(tokens_of(batches)) == sorted(expected)
 
 
 @pytest.mark.parametrize("kind", ["text", "synthetic"])
 def test_eval_batches_do_not_depend_on_the_shuffle_seed(tmp_path, kind):
   cfg = config(tmp_path / "data", kind)
   other = dataclasses.replace(cfg, data_shuffle_seed=5)
-  assert_same(list(open_part(cfg).eval_batches()), list(open_part(other).eval_batches()))
+  assert_same(open_part(cfg).eval_batches(), open_part(other).eval_batches())
 
 
 def test_fewer_rows_than_a_batch_are_repeated(tmp_path):
@@ -242,10 +258,10 @@ def test_fewer_rows_than_a_batch_are_repeated(tmp_path):
 def test_synthetic_splits_differ_and_are_learnable():
   cfg = DataConfig(dataset_type="synthetic", max_target_length=200)
   data = open_part(cfg)
-  train = data.source.train
-  held_out = data.source.eval
-  assert not np.array_equal(train[0]["tokens_BT"], held_out[0]["tokens_BT"])
-  row = train[3]
+  trained_row = data.source.train[0]
+  held_out_row = data.source.eval[0]
+  assert not np.array_equal(trained_row["tokens_BT"], held_out_row["tokens_BT"])
+  row = data.source.train[3]
   counts_up = (row["tokens_BT"] + 1) % 258 == row["targets_BT"]
   assert 0.8 < counts_up.mean() < 0.98
   np.testing.assert_array_equal(row["tokens_BT"][1:], row["targets_BT"][:-1])
@@ -254,8 +270,8 @@ def test_synthetic_splits_differ_and_are_learnable():
 def test_worker_processes_do_not_change_the_stream(tmp_path):
   cfg = config(tmp_path / "data")
   in_processes = dataclasses.replace(cfg, grain_worker_count=2)
-  state = {**open_part(cfg).train_stream().state(), "num_batches": 3}
-  stream = open_part(in_processes).train_stream()
+  state = {**train_stream(cfg).state(), "num_batches": 3}
+  stream = train_stream(in_processes)
   stream.restore(state)
   following = take(stream, 5)
   stream.close()
@@ -280,18 +296,17 @@ def test_unusable_data_is_an_error_with_a_fix(tmp_path, keys, fix):
 def test_bad_rows_follow_one_policy(tmp_path, kind):
   cfg = config(tmp_path / "data", kind, eval_fraction=0.0)
   whole = open_part(cfg).source
+  names = {"text": "0.txt", "jsonl": "a.jsonl", "parquet": "a.parquet", "chat": "a.jsonl"}
+  file = tmp_path / "data" / names[kind]
   if kind == "parquet":
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
-    table = parquet.read_table(tmp_path / "data" / "a.parquet").to_pydict()
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
-    table = pyarrow.table({"text": [None, *table["text"]]})
-    parquet.write_table(table, tmp_path / "data" / "a.parquet")
+    texts = parquet.read_table(file).to_pydict()["text"]
+    parquet.write_table(pyarrow.table({"text": [None, *texts]}), file)
   else:
-    file = tmp_path / "data" / ("0.txt" if kind == "text" else "a.jsonl")
     file.write_bytes(b"\xff\n" + file.read_bytes())
-  with pytest.raises(
-    ValueError, match=r"data/(0|a)\.\w+(:1| row 1|: byte 0|: row 1).*on_bad_row=skip"
-  ):
+  place = r"data/(0|a)\.\w+(:1| row 1|: byte 0|: row 1)"
+  with pytest.raises(ValueError, match=rf"{place}.*on_bad_row=skip"):
     open_part(cfg)
   skipping = open_part(dataclasses.replace(cfg, on_bad_row="skip")).source
   assert skipping.train.identity == whole.train.identity
@@ -309,7 +324,11 @@ def test_the_files_of_a_folder_are_reported(tmp_path):
 
 def test_an_unreadable_file_is_one_line(tmp_path, monkeypatch):
   cfg = config(tmp_path / "data")
-  monkeypatch.setattr(Path, "open", lambda path, *_: (_ for _ in ()).throw(PermissionError(path)))
+
+  def refuse(path, *_):
+    raise PermissionError(path)
+
+  monkeypatch.setattr(Path, "open", refuse)
   with pytest.raises(ValueError, match=r"cannot read the data, or write to .*\.txt"):
     open_part(cfg)
 
@@ -362,15 +381,21 @@ def phase_data(folder):
 def test_phases_with_equal_data_share_a_stream(tmp_path):
   data = phase_data(tmp_path)
   streams = TrainStreams(data)
-  got = {name: [] for name in "abc"}
+  of_shared = []
+  of_own = []
   for name in "abbcab":
-    got[name].append(streams.take(name))
+    batch = streams.take(name)
+    if name == "b":
+      of_own.append(batch)
+    else:
+      of_shared.append(batch)
   state = json.loads(json.dumps(streams.state()))
   following = [streams.take(name) for name in "bc"]
   streams.close()
-  shared, own = (open_part(data[name].cfg, data[name].rows, len(data[name].rows)) for name in "ab")
-  assert_same([got["a"][0], got["c"][0], got["a"][1]], take(shared.train_stream(), 3))
-  assert_same(got["b"], take(own.train_stream(), 3))
+  shared = open_part(data["a"].cfg)
+  own = open_part(data["b"].cfg, rows=range(2), batch_size=2)
+  assert_same(of_shared, take(shared.train_stream(), 3))
+  assert_same(of_own, take(own.train_stream(), 3))
   again = TrainStreams(phase_data(tmp_path))
   again.restore(state)
   assert again.state() == state
@@ -390,7 +415,7 @@ def test_restoring_other_phase_streams_is_an_error(tmp_path):
   state["streams"]["b"]["global_batch_size"] = 4
   with pytest.raises(ValueError, match=r"phase b: .* was written with a global batch of 4"):
     streams.restore(state)
-  older_state = open_part(data["a"].cfg).train_stream().state()  # of a single stream
+  older_state = train_stream(data["a"].cfg).state()  # of a single stream
   one.restore(older_state)
   streams.close()
   one.close()
@@ -400,26 +425,25 @@ def test_phases_do_not_train_on_held_out_documents(tmp_path):
   """The phase reads the run's documents from another folder in another format."""
   run = config(tmp_path / "run")
   own = config(tmp_path / "own", kind="jsonl")
-  batches = list(open_part(run).eval_batches())
-  held_out = set()
-  for batch in batches:
-    held_out.update(tuple(row) for row in documents(batch))
+  held_out = documents_of(open_part(run).eval_batches())
   data = open_part(own, evaluates=False)
-  one_epoch = take(data.train_stream(), -(-len(data.source.train) // B))
-  trained = set()
-  for batch in one_epoch:
-    trained.update(tuple(row) for row in documents(batch))
+  num_batches = math.ceil(len(data.source.train) / B)
+  one_epoch = take(data.train_stream(), num_batches)
+  trained = documents_of(one_epoch)
   assert held_out
   assert trained
   assert not held_out & trained
-  assert (
-    open_part(dataclasses.replace(own, eval_fraction=1e-9), evaluates=False).source.eval is None
-  )
+  few = dataclasses.replace(own, eval_fraction=1e-9)
+  assert open_part(few, evaluates=False).source.eval is None
 
 
-def documents(batch):
-  """First tokens of every document in a batch."""
-  starts = (np.asarray(batch.position_BT) == 0) & (np.asarray(batch.segment_BT) > 0)
-  for row, begin in zip(*np.nonzero(starts), strict=True):
-    tokens = batch.tokens_BT[row, begin : begin + 4]
-    yield tokens.tolist()
+def documents_of(batches):
+  """The first tokens of every document in the batches."""
+  documents = set()
+  for batch in batches:
+    is_real_BT = np.asarray(batch.segment_BT) > 0
+    is_start_BT = is_real_BT & (np.asarray(batch.position_BT) == 0)
+    for row, begin in np.argwhere(is_start_BT):
+      tokens = batch.tokens_BT[row, begin : begin + 4]
+      documents.add(tuple(tokens.tolist()))
+  return documents

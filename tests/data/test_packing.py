@@ -23,16 +23,20 @@ def read(rows):
 
 
 def check_epoch(lengths, row_length, rows):
-  ids = np.concatenate([row["tokens_BT"][row["segment_BT"] > 0] for row in rows])
-  assert sorted(ids) == list(range(1, sum(lengths) + 1))
-  # Each (input, target) pair of a document once: targets never cross into another document.
+  total = sum(lengths)
+  ids = []
   pairs = []
   for row in rows:
+    is_real = row["segment_BT"] > 0
+    ids += row["tokens_BT"][is_real].tolist()
     has_target = row["weight_BT"] > 0
-    pairs += zip(row["tokens_BT"][has_target], row["targets_BT"][has_target], strict=True)
-  starts = np.cumsum(lengths) - lengths
-  wanted = [(i + 1, i + 2) for i in range(sum(lengths)) if i + 1 not in {*starts, sum(lengths)}]
-  assert sorted(pairs) == wanted
+    inputs = row["tokens_BT"][has_target].tolist()
+    targets = row["targets_BT"][has_target].tolist()
+    pairs += zip(inputs, targets, strict=True)
+  assert sorted(ids) == list(range(1, total + 1))
+  # Each (input, target) pair of a document once: targets never cross into another document.
+  ends = set(np.cumsum(lengths).tolist())
+  assert sorted(pairs) == [(n, n + 1) for n in range(1, total + 1) if n not in ends]
   for row in rows:
     assert all(len(x_T) == row_length for x_T in row.values())
 
@@ -53,12 +57,13 @@ def test_every_id_is_an_input_once_and_a_target_once(
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), row_length=st.integers(2, 16))
 def test_segments_are_documents_and_positions_restart(tmp_path_factory, lengths, row_length):
-  rows = read(PackedDocuments(store(tmp_path_factory.mktemp("rows"), lengths), row_length, 3))
-  document = np.concatenate([[-1], np.repeat(np.arange(len(lengths)), lengths)])
-  for row in rows:
+  tokens = store(tmp_path_factory.mktemp("rows"), lengths)
+  document_of_token = np.repeat(np.arange(len(lengths)), lengths)
+  for row in read(PackedDocuments(tokens, row_length, 3)):
     num_real = int((row["segment_BT"] > 0).sum())
-    in_document = document[row["tokens_BT"][:num_real]]
-    changes = np.flatnonzero(np.diff(in_document)) + 1
+    ids = row["tokens_BT"][:num_real]
+    document_T = document_of_token[ids - 1]
+    changes = np.flatnonzero(np.diff(document_T)) + 1
     segments = np.split(row["segment_BT"][:num_real], changes)
     positions = np.split(row["position_BT"][:num_real], changes)
     for number, (segment, position) in enumerate(zip(segments, positions, strict=True), start=1):
@@ -69,9 +74,11 @@ def test_segments_are_documents_and_positions_restart(tmp_path_factory, lengths,
 
 
 def test_a_document_longer_than_many_rows(tmp_path):
-  rows = read(PackedDocuments(store(tmp_path, [100_000], np.uint32), 64, 0))
+  tokens = store(tmp_path, [100_000], np.uint32)
+  rows = read(PackedDocuments(tokens, 64, 0))
   check_epoch([100_000], 64, rows)
-  assert [int(row["weight_BT"].sum()) for row in rows[:-1]] == [64] * (len(rows) - 1)
+  for row in rows[:-1]:
+    assert row["weight_BT"].sum() == 64
 
 
 def test_fields_have_the_dtypes_of_a_batch(tmp_path):
@@ -87,10 +94,14 @@ def test_fields_have_the_dtypes_of_a_batch(tmp_path):
 
 def test_order_of_documents_depends_on_the_seed(tmp_path):
   tokens = store(tmp_path, [7] * 20)
-  firsts = [PackedDocuments(tokens, 7, seed)[0]["tokens_BT"][0] for seed in (None, 0, 0, 1)]
-  assert firsts[0] == 1
-  assert firsts[1] == firsts[2]
-  assert len({PackedDocuments(tokens, 7, seed).identity for seed in (None, 0, 0, 1)}) == 3
+  unshuffled = PackedDocuments(tokens, 7, None)
+  rows = PackedDocuments(tokens, 7, 0)
+  again = PackedDocuments(tokens, 7, 0)
+  other = PackedDocuments(tokens, 7, 1)
+  assert unshuffled[0]["tokens_BT"][0] == 1
+  assert rows[0]["tokens_BT"][0] == again[0]["tokens_BT"][0]
+  assert rows.identity == again.identity
+  assert len({unshuffled.identity, rows.identity, other.identity}) == 3
 
 
 def test_rows_can_be_copied_to_a_worker_process(tmp_path):
@@ -115,24 +126,26 @@ def test_a_truncated_file_is_an_error(tmp_path):
 def test_best_fit_keeps_what_fits_whole_and_every_target_once(
   tmp_path_factory, lengths, row_length, order_seed
 ):
-  rows = BestFitDocuments(store(tmp_path_factory.mktemp("rows"), lengths), row_length, order_seed)
+  tokens = store(tmp_path_factory.mktemp("rows"), lengths)
+  rows = BestFitDocuments(tokens, row_length, order_seed)
   assert rows.num_cut == sum(length > row_length + 1 for length in lengths)
   targets = []
-  starts = {0, *(np.cumsum(lengths) + 1)}
-  document = np.repeat(np.arange(len(lengths)), lengths)
+  # First ids of documents, which are never targets.
+  starts = {1, *(np.cumsum(lengths) + 1).tolist()}
+  length_of_token = np.repeat(lengths, lengths)
   for row in read(rows):
     has_target = row["weight_BT"] > 0
     inputs = row["tokens_BT"][has_target]
     own = row["targets_BT"][has_target]
-    assert (has_target == (row["segment_BT"] > 0)).all()
-    assert (own == inputs + 1).all()
-    assert not starts & set(own.tolist())
+    np.testing.assert_array_equal(has_target, row["segment_BT"] > 0)
+    np.testing.assert_array_equal(own, inputs + 1)
     targets += own.tolist()
     for segment in range(1, row["segment_BT"].max() + 1):
       ids = row["tokens_BT"][row["segment_BT"] == segment]
-      length = lengths[document[ids[0] - 1]]
+      length = length_of_token[ids[0] - 1]
       assert len(ids) == length - 1 or length > row_length + 1
-  assert sorted(targets) == sorted(set(range(2, sum(lengths) + 1)) - starts)
+  expected = [n for n in range(1, sum(lengths) + 1) if n not in starts]
+  assert sorted(targets) == expected
   assert rows.num_tokens == len(targets)
 
 
@@ -149,7 +162,8 @@ def test_best_fit_fills_rows_within_windows(lengths, window):
   for first in range(0, len(lengths), window):
     own = set(rows[first : first + window])
     assert not own & set(rows[first + window :])
-    assert len(own) == 1 or sum(sorted(filled[list(own)])[:2]) > 20  # else one row would do
+    emptiest = sorted(filled[list(own)])[:2]
+    assert len(own) == 1 or sum(emptiest) > 20  # else one row would do
 
 
 def test_best_fit_pads_little_and_cuts_few(tmp_path):
