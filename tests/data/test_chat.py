@@ -34,23 +34,29 @@ def chat_of(tokenizer, source):
 
 def spelled(tokenizer, ids):
   """Text of ids with special tokens in capital names."""
-  names = {i: f"<{token.strip('<|>[]').upper()}>" for token, i in tokenizer.special_tokens.items()}
-  pieces = []
-  run = []
-  for i in [*map(int, ids), None]:
-    if i is None or i in names:
-      pieces += [tokenizer.decode(run), names.get(i, "")]
+  names = {}
+  for token, i in tokenizer.special_tokens.items():
+    name = token.strip("<|>[]").upper()
+    names[i] = f"<{name}>"
+  text = ""
+  run = []  # of ordinary ids, which must be decoded together
+  for i in map(int, ids):
+    if i in names:
+      text += tokenizer.decode(run) + names[i]
       run = []
     else:
       run.append(i)
-  return "".join(pieces)
+  return text + tokenizer.decode(run)
 
 
 def masked_text(tokenizer, source, messages):
   """Text of each answer in the loss mask."""
   ((ids, is_answer),) = chat_of(tokenizer, source).encode(messages)
   edges = np.flatnonzero(np.diff(is_answer.astype(int), prepend=0, append=0))
-  return [spelled(tokenizer, ids[a:b]) for a, b in edges.reshape(-1, 2)]
+  texts = []
+  for start, stop in edges.reshape(-1, 2):
+    texts.append(spelled(tokenizer, ids[start:stop]))
+  return texts
 
 
 def test_mask_covers_answers_and_their_end_of_turn(tokenizer):
@@ -68,21 +74,23 @@ def test_mask_covers_answers_and_their_end_of_turn(tokenizer):
 @pytest.mark.parametrize("n", range(len(ANSWERS)))
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 def test_mask_is_the_same_without_generation_blocks(tokenizer, n, conversation):
-  marked, unmarked = (chat_of(tokenizer, source[n]) for source in (MARKED, UNMARKED))
-  assert marked.prompt(conversation[:1]) == unmarked.prompt(conversation[:1])
+  marked = chat_of(tokenizer, MARKED[n])
+  unmarked = chat_of(tokenizer, UNMARKED[n])
+  prompt = marked.prompt(conversation[:1])
+  assert prompt == unmarked.prompt(conversation[:1])
   ((ids, is_answer),) = marked.encode(conversation)
   ((ids_without, mask_without),) = unmarked.encode(conversation)
   np.testing.assert_array_equal(ids, ids_without)
-  # The plain template prompts with a space, which the tokenizer joins to the answer's first word.
   np.testing.assert_array_equal(is_answer, mask_without)
-  prompt = marked.prompt(conversation[:1])
+  # The plain template prompts with a space, which the tokenizer joins to the answer's first word.
   assert ids[: len(prompt) - 1].tolist() == prompt[:-1]
 
 
 def test_stop_tokens_include_the_end_of_turn(tokenizer):
   stop_token_ids = [chat_of(tokenizer, source).stop_token_ids for source in UNMARKED]
   eos = tokenizer.special_tokens["</s>"]
-  assert stop_token_ids == [(eos, tokenizer.special_tokens["<|im_end|>"]), (eos,), (eos,)]
+  end_of_turn = tokenizer.special_tokens["<|im_end|>"]
+  assert stop_token_ids == [(eos, end_of_turn), (eos,), (eos,)]
 
 
 @pytest.mark.parametrize("metaspace", ["", "first", "always"])
@@ -92,35 +100,37 @@ def test_special_tokens_in_messages_are_plain_text(tmp_path, metaspace):
   chat = chat_of(tokenizer, MARKED[0])
   ((ids, is_answer),) = chat.encode(turns("a <|im_end|> b", "It is <|im_start|>two"))
   special_ids = set(tokenizer.special_tokens.values())
-  start, end = (tokenizer.special_tokens[f"<|im_{which}|>"] for which in ("start", "end"))
+  start = tokenizer.special_tokens["<|im_start|>"]
+  end = tokenizer.special_tokens["<|im_end|>"]
   assert [int(i) for i in ids if i in special_ids] == [start, end, start, end]
   assert spelled(tokenizer, ids[is_answer]) == "It is <|im_start|>two<IM_END>"
   # Encoding in pieces (with an ESCAPE) equals encoding the whole text at once.
-  whole = tokenizer.encode_with_offsets("<|im_start|>user\na b<|im_end|>\n<|im_start|>two")[0]
-  pieces = tokenizer.encode_with_offsets("<|im_start|>user\na b<|im_end|>\n<|im_start|>two\ufdd0")[
-    0
-  ]
-  np.testing.assert_array_equal(whole, pieces)
+  text = "<|im_start|>user\na b<|im_end|>\n<|im_start|>two"
+  whole, _ = tokenizer.encode_with_offsets(text)
+  in_pieces, _ = tokenizer.encode_with_offsets(f"{text}\ufdd0")
+  np.testing.assert_array_equal(whole, in_pieces)
 
 
 def test_byte_tokenizer_supports_chat():
   cfg = DataConfig(chat_template_path="configs/chat/plain.jinja")
   chat = open_chat(cfg, open_tokenizer(cfg))
   ((ids, is_answer),) = chat.encode(turns("é?", "ü<|end_of_text|>", "a", "b"))
-  text = "user: é?\nassistant: ü<|end_of_text|>", "\nuser: a\nassistant: b", "\n"
-  expected = [256, *text[0].encode(), 257, *text[1].encode(), 257, *text[2].encode()]
-  assert ids.tolist() == expected
+  first_turns = "user: é?\nassistant: ü<|end_of_text|>".encode()
+  last_turns = b"\nuser: a\nassistant: b"
+  assert ids.tolist() == [256, *first_turns, 257, *last_turns, 257, *b"\n"]
   assert ids[is_answer].tolist() == [*"ü<|end_of_text|>".encode(), 257, *b"b", 257]
-  assert bytes(chat.prompt(turns("é?"))[1:]).decode() == "user: é?\nassistant: "
+  prompt = chat.prompt(turns("é?"))
+  assert bytes(prompt[1:]).decode() == "user: é?\nassistant: "
 
 
 def test_a_token_partly_in_an_answer_is_masked(tokenizer):
-  (piece,) = tokenizer.encode_with_offsets(" two")[0]
+  ((piece,), _) = tokenizer.encode_with_offsets(" two")
   source = (
     "{% for m in messages %}{{ ' ' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
   )
   ((ids, is_answer),) = chat_of(tokenizer, source).encode(turns("two"))
-  assert (ids.tolist(), is_answer.tolist()) == ([piece], [True])
+  assert ids.tolist() == [piece]
+  assert is_answer.tolist() == [True]
 
 
 # Renders the last answer differently, like reasoning models that drop earlier reasoning.
@@ -172,10 +182,11 @@ def test_the_date_in_training_data_is_fixed(tokenizer):
   assert tokenizer.decode(ids) == '01 Jan 2025[{"role": "user", "content": "é"}]'
 
 
-def write_lines(folder, *records):
+def write_lines(folder, records):
   folder.mkdir(exist_ok=True)
   file = folder / "a.jsonl"
-  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  lines = [json.dumps(record) for record in records]
+  file.write_text("\n".join(lines) + "\n")
   return file
 
 
@@ -185,9 +196,12 @@ def read(file):
 
 def test_prompt_and_completion_form_a_conversation(tmp_path):
   conversation = turns("a", "b")
-  written = [{"messages": conversation, "id": 7}, {"prompt": "a", "completion": "b"}]
-  written += [{"prompt": conversation[:1], "completion": conversation[1:]}]
-  assert read(write_lines(tmp_path, *written)) == [conversation] * 3
+  records = [
+    {"messages": conversation, "id": 7},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": conversation[:1], "completion": conversation[1:]},
+  ]
+  assert read(write_lines(tmp_path, records)) == [conversation] * 3
 
 
 @pytest.mark.parametrize(
@@ -205,42 +219,33 @@ def test_prompt_and_completion_form_a_conversation(tmp_path):
   ],
 )
 def test_errors_name_the_line(tmp_path, record, message):
-  file = write_lines(tmp_path, {"messages": turns("a")}, record)
+  file = write_lines(tmp_path, [{"messages": turns("a")}, record])
   with pytest.raises(ValueError, match=rf"a\.jsonl:2: {message}") as error:
     read(file)
   assert "\n" not in str(error.value)
 
 
-def opened(folder, *records, **keys):
-  write_lines(folder, *({"messages": messages} for messages in records))
-  template = folder / "chat.jinja"
-  template.write_text(MARKED[2])
-  cfg = DataConfig(
-    dataset_type="chat",
-    dataset_path=(str(folder),),
-    chat_template_path=str(template),
-    eval_fraction=0.0,
-    **{"max_target_length": 40} | keys,
-  )
-  cache = folder / "cache"
-  data = open_data(cfg, vocab_size=258, global_batch_size=1, rows=range(1), cache_directory=cache)
-  return data.source
+def write_conversations(folder, conversations):
+  write_lines(folder, [{"messages": messages} for messages in conversations])
 
 
 def test_summary_counts_cut_and_dropped_conversations(tmp_path):
-  source = opened(
-    tmp_path, turns("a", "b"), turns("c"), turns("d", "e" * 50), turns("f" * 60, "g"), packing=False
-  )
+  conversations = [turns("a", "b"), turns("c"), turns("d", "e" * 50), turns("f" * 60, "g")]
+  write_conversations(tmp_path, conversations)
+  source = open_with(tmp_path, MARKED[2], max_target_length=40, packing=False).source
   assert len(source.train) == 2
   for note in ("2 conversations; eval", "1 without an answer", "1 cut at max_target_length"):
     assert note in source.summary
   assert "; 1 cut before their first answer" in source.summary
-  lengths = sorted(int((source.train[i]["segment_BT"] > 0).sum()) for i in range(2))
-  assert lengths == [len("user: a\nassistant: b$"), 40]
+  lengths = []
+  for row in (source.train[0], source.train[1]):
+    is_real_T = row["segment_BT"] > 0
+    lengths.append(is_real_T.sum())
+  assert sorted(lengths) == [len("user: a\nassistant: b$"), 40]
 
 
 def test_each_differing_answer_is_a_document(tmp_path):
-  write_lines(tmp_path, {"messages": turns("a", "b", "c", "d")}, {"messages": turns("a", "b")})
+  write_conversations(tmp_path, [turns("a", "b", "c", "d"), turns("a", "b")])
   summary = open_with(tmp_path, LAST_DIFFERS).source.summary
   assert "in 3 conversations" in summary
   assert summary.endswith("; 1 added, as each answer is a document")
@@ -255,12 +260,12 @@ def test_the_example_config_reads_all_conversations(tmp_path):
 
 
 def test_a_rejected_conversation_names_the_line(tmp_path):
-  write_lines(tmp_path, {"messages": turns("a", "b")}, {"messages": turns("a", system="s")})
+  write_conversations(tmp_path, [turns("a", "b"), turns("a", system="s")])
   with pytest.raises(ValueError, match=r"a\.jsonl:2: chat_template_path=.*: only user and"):
     open_with(tmp_path, MARKED[1])
 
 
-def open_with(folder, source):
+def open_with(folder, source, **keys):
   """Open the data in `folder` with the template `source`."""
   (folder / "chat.jinja").write_text(source)
   cfg = DataConfig(
@@ -268,16 +273,21 @@ def open_with(folder, source):
     dataset_path=(str(folder),),
     chat_template_path=str(folder / "chat.jinja"),
     eval_fraction=0.0,
+    **keys,
   )
   shape = {"vocab_size": 258, "global_batch_size": 1, "rows": range(1)}
   return open_data(cfg, **shape, cache_directory=folder / "cache")
 
 
 def test_cache_depends_on_the_template(tmp_path):
-  write_lines(tmp_path, {"messages": turns("a", "b")})
-  first, again = (open_with(tmp_path, MARKED[2]).source.train.identity for _ in range(2))
-  assert first == again
-  assert open_with(tmp_path, MARKED[0]).source.train.identity != first
+  write_conversations(tmp_path, [turns("a", "b")])
+
+  def identity_with(template):
+    return open_with(tmp_path, template).source.train.identity
+
+  first = identity_with(MARKED[2])
+  assert identity_with(MARKED[2]) == first
+  assert identity_with(MARKED[0]) != first
   assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
@@ -307,17 +317,18 @@ def test_rows_contain_every_document_once_and_uncut(tmp_path_factory, documents,
   tokens = tokens_of(tmp_path_factory.getbasetemp() / "rows", documents)
   rows = PackedConversations(tokens, T, seed, packing=packing)
   found = []
-  for row in (rows[i] for i in range(len(rows))):
+  for index in range(len(rows)):
+    row = rows[index]
     segment_T = row["segment_BT"]
     num_segments = int(segment_T.max())
     assert num_segments == 1 or packing
     for segment in range(1, num_segments + 1):
       inside = segment_T == segment
-      names = ("tokens_BT", "targets_BT", "weight_BT", "position_BT")
-      columns = (row[name][inside].tolist() for name in names)
-      *columns, positions = columns
-      assert positions == list(range(len(positions)))
-      found.append(list(zip(*columns, strict=True)))
+      inputs = row["tokens_BT"][inside].tolist()
+      targets = row["targets_BT"][inside].tolist()
+      weights = row["weight_BT"][inside].tolist()
+      assert row["position_BT"][inside].tolist() == list(range(len(inputs)))
+      found.append(list(zip(inputs, targets, weights, strict=True)))
     assert not row["weight_BT"][segment_T == 0].any()
   expected = []
   for document in documents:
@@ -329,7 +340,7 @@ def test_rows_contain_every_document_once_and_uncut(tmp_path_factory, documents,
 @given(st.lists(st.integers(1, 20), max_size=300))
 def test_first_fit_never_overflows_and_wastes_little(lengths):
   rows = first_fit(np.array(lengths, np.int64), 20)
-  filled = np.bincount(rows, lengths) if lengths else np.zeros(0)
+  filled = np.bincount(rows, np.array(lengths, float))
   assert (filled <= 20).all()
   assert (filled > 0).all()  # rows are numbered without a gap
   assert (filled <= 10).sum() <= 1 + len(lengths) // 64

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import trees
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlite.config.errors import UserError
@@ -16,13 +17,17 @@ from maxlite.data.sources import compressed, text
 from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.data.sources.tables import parquet_documents
+from maxlite.data.sources.text import text_documents
 
 TEXTS = [f"Text {n}, naïve 😀\n" * (n % 7 + 1) for n in range(150)]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 def varint(value):
-  return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
+  if value < 128:
+    return bytes([value])
+  first = value & 127 | 128
+  return bytes([first]) + varint(value >> 7)
 
 
 def field(number, content):
@@ -39,11 +44,23 @@ def example(**features):
   return field(1, b"".join(entries))
 
 
+def zstd(content):
+  return pa.compress(content, "zstd", asbytes=True)
+
+
 def write_records(file, records):
   writer = ArrayRecordWriter(str(file), "group_size:8")
   for record in records:
     writer.write(record)
   writer.close()
+
+
+def write_texts(file):
+  write_records(file, [text.encode() for text in TEXTS])
+
+
+def write_examples(file):
+  write_records(file, [example(id=b"7", text=text.encode()) for text in TEXTS])
 
 
 def write_arrow(file, opened):
@@ -55,19 +72,21 @@ def write_arrow(file, opened):
 FORMATS = {
   "a.jsonl": lambda file: file.write_bytes(JSONL),
   "a.jsonl.gz": lambda file: file.write_bytes(gzip.compress(JSONL)),
-  "a.jsonl.zst": lambda file: file.write_bytes(pa.compress(JSONL, "zstd", asbytes=True)),
+  "a.jsonl.zst": lambda file: file.write_bytes(zstd(JSONL)),
   "a.parquet": lambda file: pq.write_table(pa.table({"text": TEXTS}), file),
   "stream.arrow": lambda file: write_arrow(file, pa.ipc.new_stream),
   "file.arrow": lambda file: write_arrow(file, pa.ipc.new_file),
-  "text.array_record": lambda file: write_records(file, [text.encode() for text in TEXTS]),
-  "example.array_record": lambda file: write_records(
-    file, [example(id=b"7", text=text.encode()) for text in TEXTS]
-  ),
+  "text.array_record": write_texts,
+  "example.array_record": write_examples,
 }
+COMPRESSED = {".gz", ".zst"}  # of JSON lines
 
 
 def rows_of(path, **keys):
-  kind = {"gz": "jsonl", "zst": "jsonl"}.get(path.suffix[1:], path.suffix[1:])
+  """The tokens of all rows of the training split, and of the held-out split."""
+  kind = path.suffix.removeprefix(".")
+  if path.suffix in COMPRESSED:
+    kind = "jsonl"
   cfg = DataConfig(dataset_path=(str(path),), dataset_type=kind, max_target_length=32, **keys)
   data = open_data(
     cfg,
@@ -94,17 +113,15 @@ def expected(request, tmp_path_factory):
 def test_all_formats_give_the_same_rows(name, expected, tmp_path):
   eval_split, rows = expected
   FORMATS[name](tmp_path / name)
-  for here, there in zip(rows_of(tmp_path / name, eval_split=eval_split), rows, strict=True):
-    np.testing.assert_array_equal(here, there)
+  trees.assert_equal_leaves(rows_of(tmp_path / name, eval_split=eval_split), rows)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 0.37), (0.37, 1)])
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_parts_of_a_compressed_text_are_those_of_the_text(suffix, start, stop, tmp_path):
-  from maxlite.data.sources.text import text_documents
-
+@pytest.mark.parametrize(
+  ("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstd)], ids=["gz", "zst"]
+)
+def test_parts_of_a_compressed_text_are_those_of_the_text(suffix, pack, start, stop, tmp_path):
   content = "".join(TEXTS).encode()
-  pack = gzip.compress if suffix == ".gz" else lambda x: pa.compress(x, "zstd", asbytes=True)
   plain = tmp_path / "a.txt"
   packed = tmp_path / f"a.txt{suffix}"
   plain.write_bytes(content)
@@ -137,21 +154,27 @@ def test_a_damaged_file_is_named(name, tmp_path):
     rows_of(tmp_path / name)
 
 
-BOMBS = {
-  "a.jsonl.zst": lambda file: file.write_bytes(pa.compress(bytes(1 << 24), "zstd", asbytes=True)),
-  "a.parquet": lambda file: pq.write_table(
-    pa.table({"text": ["x" * (1 << 16)] * 64}), file, compression="zstd", use_dictionary=False
-  ),
-  "a.arrow": lambda file: write_compressed_arrow(file, ["x" * (1 << 16)] * 64),
-  "a.array_record": lambda file: write_records(file, [b"x" * (1 << 20)] * 64),
-}
+LONG_TEXTS = ["x" * (1 << 16)] * 64
 
 
-def write_compressed_arrow(file, texts):
-  table = pa.table({"text": texts, "other": [1] * len(texts)})
+def write_parquet_bomb(file):
+  table = pa.table({"text": LONG_TEXTS})
+  pq.write_table(table, file, compression="zstd", use_dictionary=False)
+
+
+def write_arrow_bomb(file):
+  table = pa.table({"text": LONG_TEXTS, "other": [1] * len(LONG_TEXTS)})
   options = pa.ipc.IpcWriteOptions(compression="zstd")
   with pa.ipc.new_file(str(file), table.schema, options=options) as writer:
     writer.write_table(table, max_chunksize=8)
+
+
+BOMBS = {
+  "a.jsonl.zst": lambda file: file.write_bytes(zstd(bytes(1 << 24))),
+  "a.parquet": write_parquet_bomb,
+  "a.arrow": write_arrow_bomb,
+  "a.array_record": lambda file: write_records(file, [b"x" * (1 << 20)] * 64),
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -167,50 +190,52 @@ def test_values_of_a_dictionary_are_not_repeated_in_memory(tmp_path, monkeypatch
   size = 1 << 20
   monkeypatch.setattr(compressed, "MAX_BYTES", 5 * size // 2)
   texts = pa.chunked_array([pa.array(["x" * size])] * 8)
+  table = pa.table({"text": texts})
   file = tmp_path / "a.parquet"
-  pq.write_table(
-    pa.table({"text": texts}), file, compression="zstd", dictionary_pagesize_limit=2 * size
-  )
-  sizes = []
+  pq.write_table(table, file, compression="zstd", dictionary_pagesize_limit=2 * size)
+  documents = parquet_documents(file, "text", 0, 1)
+  for _ in range(2):  # a batch of two rows
+    assert sum(map(len, next(documents))) == size
   with pytest.raises(UserError, match=r"a\.parquet expands to more than 200 times its size"):
-    sizes.extend(sum(map(len, pieces)) for pieces in parquet_documents(file, "text", 0, 1))
-  assert sizes == [size, size]  # batches of two rows
+    next(documents)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "text.array_record"])
 def test_a_large_document_is_cut_into_pieces(name, tmp_path, monkeypatch):
   monkeypatch.setattr(text, "MAX_PIECE_BYTES", 7)
   FORMATS[name](tmp_path / name)
-  whole = [split.copy() for split in rows_of(tmp_path / name, eval_split="tail")]
+  cut = rows_of(tmp_path / name, eval_split="tail")
   monkeypatch.undo()
   (tmp_path / "uncut").mkdir()
   FORMATS[name](tmp_path / "uncut" / name)
-  for cut, uncut in zip(whole, rows_of(tmp_path / "uncut" / name, eval_split="tail"), strict=True):
-    np.testing.assert_array_equal(cut, uncut)
+  uncut = rows_of(tmp_path / "uncut" / name, eval_split="tail")
+  trees.assert_equal_leaves(cut, uncut)
 
 
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 def test_sizes_of_arrow_batches_are_read_from_their_metadata(compression, tmp_path):
+  numbers = range(len(TEXTS))
+  numbers_with_nulls = [None if n % 3 == 0 else n for n in numbers]
   columns = {
     "text": pa.array(TEXTS),
-    "number": pa.array([n if n % 3 else None for n in range(len(TEXTS))]),
-    "name": pa.array([f"{n % 5}" for n in range(len(TEXTS))]).dictionary_encode(),
-    "list": pa.array([[n] * (n % 4) for n in range(len(TEXTS))]),
+    "number": pa.array(numbers_with_nulls),
+    "name": pa.array([f"{n % 5}" for n in numbers]).dictionary_encode(),
+    "list": pa.array([[n] * (n % 4) for n in numbers]),
   }
   table = pa.table(columns)
+  file = tmp_path / "a.arrow"
   options = pa.ipc.IpcWriteOptions(compression=compression)
-  with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+  with pa.ipc.new_stream(str(file), table.schema, options=options) as writer:
     writer.write_table(table, max_chunksize=64)
-  with (tmp_path / "a.arrow").open("rb") as stream:
+  with file.open("rb") as stream:
     sizes = read_sizes(stream)
   assert sizes.num_rows == len(TEXTS)
   assert table.nbytes <= sizes.num_bytes <= 1.1 * table.nbytes
-  rows = rows_of(tmp_path / "a.arrow", eval_split="tail")
+  rows = rows_of(file, eval_split="tail")
   (tmp_path / "plain").mkdir()
-  FORMATS["a.jsonl"](tmp_path / "plain" / "a.jsonl")
-  plain = rows_of(tmp_path / "plain" / "a.jsonl", eval_split="tail")
-  for here, there in zip(rows, plain, strict=True):
-    np.testing.assert_array_equal(here, there)
+  plain_file = tmp_path / "plain" / "a.jsonl"
+  FORMATS["a.jsonl"](plain_file)
+  trees.assert_equal_leaves(rows, rows_of(plain_file, eval_split="tail"))
 
 
 def test_a_batch_of_arrow_is_refused_before_it_is_decompressed(tmp_path, monkeypatch):
@@ -222,16 +247,17 @@ def test_a_batch_of_arrow_is_refused_before_it_is_decompressed(tmp_path, monkeyp
 
 
 def test_an_arrow_file_cut_between_two_batches_is_damaged(tmp_path):
-  write_arrow(tmp_path / "a.arrow", pa.ipc.new_file)
-  content = (tmp_path / "a.arrow").read_bytes()
-  with pa.ipc.open_file(tmp_path / "a.arrow") as file:
-    num_batches = file.num_record_batches
+  file = tmp_path / "a.arrow"
+  write_arrow(file, pa.ipc.new_file)
+  content = file.read_bytes()
+  with pa.ipc.open_file(file) as opened:
+    num_batches = opened.num_record_batches
   ends = [n for n in range(8, len(content)) if content.startswith(b"\xff\xff\xff\xff", n)]
   assert len(ends) >= num_batches
   for end in (ends[2], ends[-1], len(content) - 1):
-    (tmp_path / "a.arrow").write_bytes(content[:end])
+    file.write_bytes(content[:end])
     with pytest.raises(UserError, match=r"a\.arrow: .*damaged \(its end is missing\)"):
-      rows_of(tmp_path / "a.arrow")
+      rows_of(file)
 
 
 def test_missing_features_and_other_types_are_named(tmp_path):

@@ -4,9 +4,9 @@ import dataclasses
 import json
 
 import grain
-import jax
 import numpy as np
 import pytest
+from batch_streams import assert_same, join, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import slow
@@ -31,7 +31,8 @@ def part(name, weights, num_rows, max_epochs=None, fill=1.0):
 def places(parts, num_rows, batch_size=B):
   """(source [N], row of the source [N]) of the first rows."""
   order = MixtureOrder(parts, lambda step: step * batch_size)
-  starts = np.cumsum([0, *(each.num_rows for each in parts)])
+  ends = np.cumsum([each.num_rows for each in parts])
+  starts = np.concatenate([[0], ends])
   rows = np.array([order[n] for n in range(num_rows)])
   sources = np.searchsorted(starts, rows, "right") - 1
   return sources, rows - starts[sources]
@@ -39,8 +40,10 @@ def places(parts, num_rows, batch_size=B):
 
 def deviations(sources, shares):
   """[N, S] of the rows of each source among the first n, less its share of them."""
-  given = np.cumsum(sources[:, None] == np.arange(len(shares)), axis=0)
-  return given - np.arange(1, len(sources) + 1)[:, None] * np.asarray(shares)
+  is_source_NS = sources[:, None] == np.arange(len(shares))
+  given_NS = np.cumsum(is_source_NS, axis=0)
+  number_N = np.arange(1, len(sources) + 1)
+  return given_NS - number_N[:, None] * np.asarray(shares)
 
 
 weights = st.lists(st.integers(1, 50), min_size=2, max_size=8)
@@ -50,11 +53,14 @@ weights = st.lists(st.integers(1, 50), min_size=2, max_size=8)
 @given(units=weights)
 def test_every_prefix_is_within_one_row_of_its_shares_and_every_window_within_two(units):
   units = np.array(units)
+  num_sources = len(units)
   table = interleave_sources(units)
-  off = deviations(np.tile(table, 2), units / units.sum())
-  assert np.abs(off).max() <= 1 - 1 / (2 * len(units) - 2) + 1e-9  # Tijdeman's bound
-  assert np.ptp(np.vstack([np.zeros(len(units)), off]), axis=0).max() < 2
-  assert (np.bincount(table) == units).all()
+  off_NS = deviations(np.tile(table, 2), units / units.sum())
+  tijdemans_bound = 1 - 1 / (2 * num_sources - 2)
+  assert np.abs(off_NS).max() <= tijdemans_bound + 1e-9
+  from_zero_NS = np.vstack([np.zeros(num_sources), off_NS])
+  assert np.ptp(from_zero_NS, axis=0).max() < 2
+  np.testing.assert_array_equal(np.bincount(table), units)
 
 
 @settings(max_examples=20, deadline=None)
@@ -63,9 +69,11 @@ def test_shares_hold_in_windows_anywhere_in_the_run(units, first, seed):
   parts = [part(f"s{s}", [(0, w)], 7 + 3 * s) for s, w in enumerate(units)]
   order = MixtureOrder(parts, lambda step: step * B)
   length = 200 + 37 * seed
-  used = order.used_before(first + length) - order.used_before(first)
-  assert np.abs(used - length * np.array(units) / sum(units)).max() < 2 + length / 10_000
-  assert order.used_before(first).sum() == first
+  before_S = order.used_before(first)
+  used_S = order.used_before(first + length) - before_S
+  share_S = np.array(units) / sum(units)
+  assert np.abs(used_S - length * share_S).max() < 2 + length / 10_000
+  assert before_S.sum() == first
 
 
 @settings(max_examples=30, deadline=None)
@@ -95,17 +103,20 @@ def test_rows_that_are_not_full_are_drawn_more_often():
 def test_weights_change_at_their_steps():
   parts = [part("a", [(0, 3), (5, 1)], 9), part("b", [(0, 1)], 9), part("c", [(10, 2)], 9)]
   sources, _ = places(parts, 15 * B)
-  counts = [np.bincount(sources[n * B : (n + 5) * B], minlength=3).tolist() for n in (0, 5, 10)]
-  assert counts == [[15, 5, 0], [10, 10, 0], [5, 5, 10]]
+  for first_step, counts in ((0, [15, 5, 0]), (5, [10, 10, 0]), (10, [5, 5, 10])):
+    own = sources[first_step * B : (first_step + 5) * B]
+    assert np.bincount(own, minlength=3).tolist() == counts
 
 
 def test_a_source_ends_at_its_cap_and_the_others_share_its_rows():
   parts = [part("a", [(0, 1)], 5, max_epochs=2), part("b", [(0, 1)], 9), part("c", [(0, 2)], 9)]
   sources, _ = places(parts, 100)
-  assert (sources == 0).sum() == 10
-  end = np.flatnonzero(sources == 0)[-1] + 1
+  of_capped = np.flatnonzero(sources == 0)
+  assert len(of_capped) == 10
+  end = of_capped[-1] + 1
   assert 37 <= end <= 40
-  assert np.abs(deviations(sources[end:] - 1, [1 / 3, 2 / 3])).max() < 1
+  off_NS = deviations(sources[end:] - 1, [1 / 3, 2 / 3])
+  assert np.abs(off_NS).max() < 1
 
 
 def test_mixtures_without_rows_or_with_tiny_weights_are_errors():
@@ -119,21 +130,29 @@ def entry(**keys):
   return FrozenMapping((key, str(value)) for key, value in keys.items())
 
 
-def config(folder, *entries, **keys):
+def config(folder, entries):
   """A config of three sources; the ids of each text are letters that the others lack."""
   for source, letters in {"a": "abcde", "b": "fghij", "c": "klmno"}.items():
-    texts = [letters[n % 5] * (5 + n % 7) for n in range(30)]
-    lines = (json.dumps({"text": text + str(n)}) for n, text in enumerate(texts))
-    (folder / f"{source}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-  paths = {name: {"path": folder / f"{name}.jsonl"} for name in "abc"}
+    lines = []
+    for n in range(30):
+      text = letters[n % 5] * (5 + n % 7) + str(n)
+      lines.append(json.dumps({"text": text}))
+    (folder / f"{source}.jsonl").write_text("\n".join(lines) + "\n")
   seen = set()
   mixture = []
-  for each in entries:
-    name = each["name"]
-    mixture.append(entry(**({} if name in seen else paths[name]) | each))
+  for keys in entries:
+    name = keys["name"]
+    path = {}
+    if name not in seen:
+      path = {"path": folder / f"{name}.jsonl"}
+    mixture.append(entry(**path | keys))
     seen.add(name)
-  defaults = {"max_target_length": T, "eval_fraction": 0.3, "dataset_type": "jsonl"}
-  return DataConfig(dataset_mixture=tuple(mixture), **{**defaults, **keys})
+  return DataConfig(
+    dataset_mixture=tuple(mixture),
+    max_target_length=T,
+    eval_fraction=0.3,
+    dataset_type="jsonl",
+  )
 
 
 AB = ({"name": "a", "weight": 1}, {"name": "b", "weight": 3})
@@ -142,6 +161,11 @@ AB = ({"name": "a", "weight": 1}, {"name": "b", "weight": 3})
 def open_part(folder, cfg, rows=range(B)):
   sizes = {"vocab_size": 258, "global_batch_size": B, "cache_directory": folder / "cache"}
   return open_data(cfg, rows=rows, **sizes)
+
+
+def train_stream(folder, entries):
+  cfg = config(folder, entries)
+  return open_part(folder, cfg).train_stream()
 
 
 def sources_of(batches):
@@ -154,43 +178,36 @@ def sources_of(batches):
   return sources
 
 
-def taken(stream, count):
-  return [next(stream) for _ in range(count)]
-
-
-def assert_same(batches, others):
-  for batch, other in zip(batches, others, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, batch, other)
-
-
-@pytest.mark.parametrize("workers", [0, slow(2)])
-def test_hosts_and_workers_do_not_change_the_batches(tmp_path, workers):
-  cfg = config(tmp_path, *AB, {"name": "c", "weight": 4, "from_step": 3})
-  whole = taken(open_part(tmp_path, cfg).train_stream(), 10)
+@pytest.mark.parametrize(("workers", "num_batches"), [(0, 10), slow(2, 4)], ids=["0", "2"])
+def test_hosts_and_workers_do_not_change_the_batches(tmp_path, workers, num_batches):
+  cfg = config(tmp_path, (*AB, {"name": "c", "weight": 4, "from_step": 3}))
+  whole = take(open_part(tmp_path, cfg).train_stream(), 10)
   counts = np.bincount(sources_of(whole[3:]), minlength=3)
   assert np.abs(counts - 28 * np.array([1, 3, 4]) / 8).max() < 1
   cfg = dataclasses.replace(cfg, grain_worker_count=workers)
-  hosts = [open_part(tmp_path, cfg, range(h * 2, h * 2 + 2)).train_stream() for h in range(2)]
-  for batch in whole[: 10 if not workers else 4]:
-    parts = [next(host) for host in hosts]
-    assert_same([batch], [jax.tree.map(lambda *x: np.concatenate(x), *parts)])
-  assert hosts[0].state() == hosts[1].state()
-  for host in hosts:
-    host.close()
+  first = open_part(tmp_path, cfg, range(2)).train_stream()
+  second = open_part(tmp_path, cfg, range(2, 4)).train_stream()
+  for batch in whole[:num_batches]:
+    joined = join([next(first), next(second)])
+    assert_same([batch], [joined])
+  assert first.state() == second.state()
+  first.close()
+  second.close()
 
 
 def test_one_source_alone_is_the_stream_without_a_mixture(tmp_path):
-  cfg = config(tmp_path, {"name": "a", "weight": 1})
-  plain = dataclasses.replace(cfg, dataset_mixture=(), dataset_path=(str(tmp_path / "a.jsonl"),))
-  one, other = (open_part(tmp_path, each).train_stream() for each in (cfg, plain))
-  assert_same(taken(one, 20), taken(other, 20))
-  assert one.state() == other.state()
-  extended = config(
-    tmp_path, {"name": "a", "weight": 1}, {"name": "b", "weight": 1, "from_step": 20}
+  only_a = {"name": "a", "weight": 1}
+  cfg = config(tmp_path, [only_a])
+  plain_cfg = dataclasses.replace(
+    cfg, dataset_mixture=(), dataset_path=(str(tmp_path / "a.jsonl"),)
   )
-  resumed = open_part(tmp_path, extended).train_stream()
-  resumed.restore(other.state())
-  assert 1 in sources_of(taken(resumed, 1))
+  mixed = open_part(tmp_path, cfg).train_stream()
+  plain = open_part(tmp_path, plain_cfg).train_stream()
+  assert_same(take(mixed, 20), take(plain, 20))
+  assert mixed.state() == plain.state()
+  resumed = train_stream(tmp_path, [only_a, {"name": "b", "weight": 1, "from_step": 20}])
+  resumed.restore(plain.state())
+  assert 1 in sources_of(take(resumed, 1))
 
 
 LATER = {
@@ -202,15 +219,15 @@ LATER = {
 
 @pytest.mark.parametrize("extended", LATER.values(), ids=LATER)
 def test_a_mixture_that_is_extended_resumes_exactly(tmp_path, extended):
-  stream = open_part(tmp_path, config(tmp_path, *AB)).train_stream()
-  before = taken(stream, 6)
+  stream = train_stream(tmp_path, AB)
+  before = take(stream, 6)
   state = json.loads(json.dumps(stream.state()))
-  cfg = config(tmp_path, *extended)
+  cfg = config(tmp_path, extended)
   resumed = open_part(tmp_path, cfg).train_stream()
   resumed.restore(state)
   uninterrupted = open_part(tmp_path, cfg).train_stream()
-  assert_same(before, taken(uninterrupted, 6))
-  assert_same(taken(resumed, 8), taken(uninterrupted, 8))
+  assert_same(before, take(uninterrupted, 6))
+  assert_same(take(resumed, 8), take(uninterrupted, 8))
 
 
 EARLIER = {
@@ -223,34 +240,35 @@ EARLIER = {
 
 @pytest.mark.parametrize(("changed", "why"), EARLIER.values(), ids=EARLIER)
 def test_a_mixture_whose_past_changes_does_not_resume(tmp_path, changed, why):
-  stream = open_part(tmp_path, config(tmp_path, *AB)).train_stream()
-  taken(stream, 6)
-  resumed = open_part(tmp_path, config(tmp_path, *changed)).train_stream()
+  stream = train_stream(tmp_path, AB)
+  take(stream, 6)
+  resumed = train_stream(tmp_path, changed)
   with pytest.raises(ValueError, match=rf"first 6 batches would have {why}.*from_step below 6"):
     resumed.restore(stream.state())
 
 
 def test_best_fit_rows_resume_and_do_not_change_the_held_out_rows(tmp_path):
-  concatenated = config(tmp_path, *AB)
+  concatenated = config(tmp_path, AB)
   cfg = dataclasses.replace(concatenated, packing_strategy="best_fit")
   stream = open_part(tmp_path, cfg).train_stream()
-  taken(stream, 6)
+  take(stream, 6)
   state = json.loads(json.dumps(stream.state()))
-  following = taken(stream, 6)
+  following = take(stream, 6)
   resumed = open_part(tmp_path, cfg).train_stream()
   resumed.restore(state)
-  assert_same(taken(resumed, 6), following)
-  one, other = (open_part(tmp_path, each) for each in (concatenated, cfg))
-  assert_same(list(one.eval_batches()), list(other.eval_batches()))
-  assert "best_fit: " in other.source.parts["a"].summary
+  assert_same(take(resumed, 6), following)
+  data = open_part(tmp_path, concatenated)
+  best_fit = open_part(tmp_path, cfg)
+  assert_same(data.eval_batches(), best_fit.eval_batches())
+  assert "best_fit: " in best_fit.source.parts["a"].summary
   with pytest.raises(ValueError, match="other data of a, b"):
-    one.train_stream().restore(state)
+    data.train_stream().restore(state)
 
 
 def test_a_source_with_other_files_does_not_resume(tmp_path):
-  stream = open_part(tmp_path, config(tmp_path, *AB)).train_stream()
-  taken(stream, 2)
-  cfg = config(tmp_path, *AB)
+  stream = train_stream(tmp_path, AB)
+  take(stream, 2)
+  cfg = config(tmp_path, AB)
   with (tmp_path / "b.jsonl").open("a") as file:
     file.write('{"text": "fffffff"}\n')
   with pytest.raises(ValueError, match="other data of b "):
@@ -258,26 +276,27 @@ def test_a_source_with_other_files_does_not_resume(tmp_path):
 
 
 def test_held_out_rows_are_read_by_source(tmp_path):
-  data = open_part(tmp_path, config(tmp_path, *AB))
+  data = open_part(tmp_path, config(tmp_path, AB))
   by_source = {name: list(each) for name, each in data.eval_batches_by_source().items()}
-  alone = open_part(tmp_path, config(tmp_path, AB[1]))
-  assert_same(by_source["b"], list(alone.eval_batches()))
-  assert_same([*by_source["a"], *by_source["b"]], list(data.eval_batches()))
+  alone = open_part(tmp_path, config(tmp_path, AB[1:]))
+  assert_same(by_source["b"], alone.eval_batches())
+  assert_same(by_source["a"] + by_source["b"], data.eval_batches())
   documents = np.concatenate([document_B for document_B, _ in data.document_batches()])
-  assert sorted(set(documents)) == list(range(documents[-1] + 1))
-  assert documents[-1] + 1 == sum(
-    len(set(s.documents.document_N)) for s in data.source.parts.values()
-  )
+  num_documents = 0
+  for source in data.source.parts.values():
+    num_documents += len(set(source.documents.document_N))
+  assert documents[-1] == num_documents - 1
+  assert sorted(set(documents)) == list(range(num_documents))
 
 
 def test_use_of_each_source_is_counted(tmp_path):
-  stream = open_part(tmp_path, config(tmp_path, *AB)).train_stream()
-  batches = taken(stream, 20)
-  rows = np.bincount(sources_of(batches))
-  source = open_part(tmp_path, config(tmp_path, *AB)).source.parts["a"].train
-  epochs = rows[0] / len(source)
+  stream = train_stream(tmp_path, AB)
+  num_rows = sources_of(take(stream, 20)).count(0)
+  data = open_part(tmp_path, config(tmp_path, AB))
+  source = data.source.parts["a"].train
+  epochs = num_rows / len(source)
   tokens = round(epochs * source.num_tokens)
-  assert stream.describe()[0] == f"a: {rows[0]} rows, {tokens:,} tokens, {epochs:.3g} epochs"
+  assert stream.describe()[0] == f"a: {num_rows} rows, {tokens:,} tokens, {epochs:.3g} epochs"
 
 
 MISTAKES = {

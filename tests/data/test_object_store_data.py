@@ -25,9 +25,9 @@ def folder(tmp_path):
   """Local files of every type."""
   folder = tmp_path / "files"
   (folder / "more").mkdir(parents=True)
-  for n, text in enumerate(TEXTS):
-    (folder / ("more" if n else ".") / f"{n}.txt").write_text(text)
-  (folder / "lines.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in "abc"))
+  for path, text in zip(("0.txt", "more/1.txt", "more/2.txt"), TEXTS, strict=True):
+    (folder / path).write_text(text)
+  (folder / "lines.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
   pq.write_table(pa.table({"text": TEXTS}), folder / "rows.parquet")
   (folder / ".hidden.txt").write_text("hidden")
   return folder
@@ -35,8 +35,12 @@ def folder(tmp_path):
 
 @pytest.fixture
 def stored(folder, bucket):
-  files = [file for file in folder.rglob("*") if file.is_file()]
-  upload((file, f"{bucket}/data/{file.relative_to(folder).as_posix()}") for file in files)
+  copies = []
+  for file in folder.rglob("*"):
+    if file.is_file():
+      name = file.relative_to(folder).as_posix()
+      copies.append((file, f"{bucket}/data/{name}"))
+  upload(copies)
   return f"{bucket}/data"
 
 
@@ -86,7 +90,7 @@ def test_a_second_host_downloads_the_token_cache(folder, bucket, copies, monkeyp
 @pytest.mark.parametrize("damage", ["truncated", "unfinished"])
 def test_a_damaged_shared_cache_is_rebuilt(damage, folder, bucket, copies, caplog):
   first, _ = rows_of(folder, f"{bucket}/tokens")
-  name = "train.bin" if damage == "truncated" else "meta.json"
+  name = {"truncated": "train.bin", "unfinished": "meta.json"}[damage]
   (uri,) = (file.uri for file in list_files(f"{bucket}/tokens") if file.name == name)
   store = filesystem(uri)
   content = store.cat_file(uri)
@@ -95,7 +99,8 @@ def test_a_damaged_shared_cache_is_rebuilt(damage, folder, bucket, copies, caplo
   else:
     store.rm(uri)
   shutil.rmtree(copies)
-  np.testing.assert_array_equal(rows_of(folder, f"{bucket}/tokens")[0], first)
+  again, _ = rows_of(folder, f"{bucket}/tokens")
+  np.testing.assert_array_equal(again, first)
   assert store.cat_file(uri) == content
   assert ("is rebuilt" in caplog.text) == (damage == "truncated")
 
@@ -107,7 +112,7 @@ def test_a_replaced_object_is_tokenized_again(stored, tmp_path):
   after, _ = rows_of(stored, tmp_path)
   assert before.shape == after.shape
   assert (before != after).any()
-  assert len([path for path in Path(tmp_path).glob("*/meta.json")]) == 2
+  assert len(list(Path(tmp_path).glob("*/meta.json"))) == 2
 
 
 def test_a_mixture_of_uris_equals_one_of_local_files(folder, stored, hub, tmp_path):
@@ -115,15 +120,25 @@ def test_a_mixture_of_uris_equals_one_of_local_files(folder, stored, hub, tmp_pa
   with ipc.new_file(folder / "rows.arrow", table.schema) as writer:
     writer.write_table(table)
   kinds = {"a": "text", "b": "parquet", "c": "arrow", "d": "text"}
-  local = (folder / "more", folder / "rows.parquet", folder / "rows.arrow", hub)
-  uris = (f"{stored}/more/*", f"{stored}/rows.parquet", local[2], "hf://datasets/me/texts")
+  local = {
+    "a": folder / "more",
+    "b": folder / "rows.parquet",
+    "c": folder / "rows.arrow",
+    "d": hub,
+  }
+  uris = {
+    "a": f"{stored}/more/*",
+    "b": f"{stored}/rows.parquet",
+    "c": folder / "rows.arrow",
+    "d": "hf://datasets/me/texts",
+  }
 
   def batches(paths, cache):
-    entries = tuple(
-      FrozenMapping({"name": name, "path": str(path), "type": kinds[name], "weight": "1"})
-      for name, path in zip(kinds, paths, strict=True)
-    )
-    cfg = DataConfig(dataset_mixture=entries, max_target_length=16, eval_split="tail")
+    entries = []
+    for name, kind in kinds.items():
+      entry = {"name": name, "path": str(paths[name]), "type": kind, "weight": "1"}
+      entries.append(FrozenMapping(entry))
+    cfg = DataConfig(dataset_mixture=tuple(entries), max_target_length=16, eval_split="tail")
     data = open_data(cfg, vocab_size=258, global_batch_size=8, rows=range(8), cache_directory=cache)
     stream = data.train_stream()
     batches = np.stack([next(stream).tokens_BT for _ in range(6)])

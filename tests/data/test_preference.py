@@ -22,15 +22,13 @@ GOOD = {"role": "assistant", "content": "It is two."}
 BAD = {"role": "assistant", "content": "five"}
 
 
-def pairs_of(tmp_path, *records):
-  """What is read of these lines: (prompt, chosen, rejected) of each."""
+def pair_of(tmp_path, record):
+  """What is read of this line: (prompt, chosen, rejected)."""
   file = tmp_path / "pairs.jsonl"
-  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-  pairs = []
-  for pieces in preference_documents(file, "", 0, 1):
-    prompt, answers, _ = pieces
-    pairs.append((json.loads(prompt), *json.loads(answers)))
-  return pairs
+  file.write_text(f"{json.dumps(record)}\n")
+  ((prompt, answers, _),) = preference_documents(file, "", 0, 1)
+  chosen, rejected = json.loads(answers)
+  return json.loads(prompt), chosen, rejected
 
 
 @pytest.mark.parametrize(
@@ -46,13 +44,12 @@ def pairs_of(tmp_path, *records):
   ids=["texts", "messages", "one message", "conversations", "conversations and prompt"],
 )
 def test_every_form_of_a_line_is_the_same_pair(tmp_path, record):
-  assert pairs_of(tmp_path, record) == [([USER], [GOOD], [BAD])]
+  assert pair_of(tmp_path, record) == ([USER], [GOOD], [BAD])
 
 
 def test_equal_conversations_have_an_answer(tmp_path):
-  assert pairs_of(tmp_path, {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}) == [
-    ([USER], [GOOD], [GOOD])
-  ]
+  record = {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
+  assert pair_of(tmp_path, record) == ([USER], [GOOD], [GOOD])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_equal_conversations_have_an_answer(tmp_path):
 )
 def test_mistakes_in_a_line_are_named(tmp_path, record, message):
   with pytest.raises(UserError, match=f"pairs.jsonl:1.*{message}"):
-    pairs_of(tmp_path, record)
+    pair_of(tmp_path, record)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +126,8 @@ def test_a_row_has_the_two_documents_of_a_pair_one_after_the_other(tmp_path, pac
 
 def data_of(folder, records, **keys):
   file = folder / "pairs.jsonl"
-  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  lines = [json.dumps(record) for record in records]
+  file.write_text("\n".join(lines) + "\n")
   keys = {"max_target_length": 64, "eval_fraction": 0.3, **keys}
   cfg = DataConfig(
     dataset_type="preference",
@@ -156,14 +154,18 @@ def test_pairs_of_one_prompt_are_in_one_split_and_long_ones_are_counted(tmp_path
   source = data_of(tmp_path, records).source
   assert "1 cut at half of max_target_length" in source.summary
   assert "1 cut before an answer" in source.summary
-  prompts = []
-  for rows in (source.train, source.eval):
-    found = set()
-    for index in range(len(rows)):
-      row = rows[index]
-      for segment in range(1, int(row["segment_BT"].max()) + 1):
-        is_prompt = (row["segment_BT"] == segment) & (row["weight_BT"] == 0)
-        found.add(tuple(row["tokens_BT"][is_prompt].tolist()))
-    prompts.append(found)
-  assert prompts[1]
-  assert not prompts[0] & prompts[1]
+  trained = prompts_of(source.train)
+  held_out = prompts_of(source.eval)
+  assert held_out
+  assert not trained & held_out
+
+
+def prompts_of(rows):
+  """The tokens without weight of every document."""
+  prompts = set()
+  for index in range(len(rows)):
+    row = rows[index]
+    for segment in range(1, int(row["segment_BT"].max()) + 1):
+      is_prompt = (row["segment_BT"] == segment) & (row["weight_BT"] == 0)
+      prompts.add(tuple(row["tokens_BT"][is_prompt].tolist()))
+  return prompts

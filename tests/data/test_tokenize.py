@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -38,29 +39,42 @@ def bpe(tmp_path_factory):
 
 
 def write_jsonl(file, num_documents):
-  texts = [f"the quick {n} brown fox " * (n % 9 + 1) for n in range(num_documents)]
-  file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  lines = []
+  for n in range(num_documents):
+    text = f"the quick {n} brown fox " * (n % 9 + 1)
+    lines.append(json.dumps({"text": text}))
+  file.write_text("\n".join(lines) + "\n")
   return file
 
 
+class Contents(NamedTuple):
+  """The ids on disk and the lengths of a split's documents."""
+
+  ids: bytes
+  lengths: list[int]
+
+
 def contents(data):
-  """The bytes and lengths of both splits."""
-  return [(part.path.read_bytes(), part.lengths.tolist()) for part in (data.train, data.eval)]
+  """The contents of the training split, and of the held-out split."""
+  train = Contents(data.train.path.read_bytes(), data.train.lengths.tolist())
+  held_out = Contents(data.eval.path.read_bytes(), data.eval.lengths.tolist())
+  return train, held_out
+
+
+def open_jsonl(file, tokenizer, cache, read=jsonl_documents):
+  return open_tokens(CFG, read, [file], [], TextTokenizer(tokenizer), cache)
 
 
 def test_batches_equal_single_pieces(bpe, tmp_path, monkeypatch):
   file = write_jsonl(tmp_path / "a.jsonl", 200)
-
-  def opened(name):
-    tokenizer = TextTokenizer(bpe)
-    return contents(open_tokens(CFG, jsonl_documents, [file], [], tokenizer, tmp_path / name))
-
-  whole = opened("whole")
+  whole = contents(open_jsonl(file, bpe, tmp_path / "whole"))
   monkeypatch.setattr(tokenize, "BATCH_BYTES", 1)
-  assert opened("single") == whole
-  ids = np.frombuffer(whole[0][0], np.uint16)
-  assert len(ids) == sum(whole[0][1])
-  starts = np.cumsum([0, *whole[0][1][:-1]])
+  assert contents(open_jsonl(file, bpe, tmp_path / "single")) == whole
+  train, _ = whole
+  ids = np.frombuffer(train.ids, np.uint16)
+  ends = np.cumsum(train.lengths)
+  assert len(ids) == ends[-1]
+  starts = ends - train.lengths
   assert (ids[starts] == bpe.bos).all()
 
 
@@ -83,12 +97,13 @@ t.open_file(folder, kind, Killed(""))
 """
 
 
+READERS = {"jsonl": jsonl_documents, "text": text_documents}
+
+
 def open_file(folder, kind, tokenizer, cache="cache"):
-  read = jsonl_documents if kind == "jsonl" else text_documents
   cfg = dataclasses.replace(CFG, dataset_type=kind, eval_split="tail")
-  return open_tokens(
-    cfg, read, [folder / f"a.{kind}"], [], TextTokenizer(tokenizer), folder / cache
-  )
+  file = folder / f"a.{kind}"
+  return open_tokens(cfg, READERS[kind], [file], [], TextTokenizer(tokenizer), folder / cache)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
@@ -117,7 +132,7 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_and_count)
   assert contents(open_file(tmp_path, kind, ByteTokenizer(""))) == expected
   assert "tokenizing resumes after" in capsys.readouterr().err
-  num_bytes = sum(len(split) // 2 for split, _ in expected)
+  num_bytes = sum(len(split.ids) // 2 for split in expected)
   assert 0 < sum(map(len, calls)) < num_bytes
   (folder,) = (tmp_path / "cache").iterdir()
   assert not {"progress.json", ".lock", "train_lengths.partial"} & set(os.listdir(folder))
@@ -193,13 +208,10 @@ def test_two_writers_at_once_write_the_same(tmp_path):
 
   def second(*arguments, **keys):
     if not inner:
-      inner.append(None)
-      inner[0] = open_tokens(
-        CFG, jsonl_documents, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path / "cache"
-      )
+      inner.append(open_jsonl(file, ByteTokenizer(""), tmp_path / "cache"))
     return jsonl_documents(*arguments, **keys)
 
-  outer = open_tokens(CFG, second, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path / "cache")
+  outer = open_jsonl(file, ByteTokenizer(""), tmp_path / "cache", read=second)
   assert contents(outer) == contents(inner[0])
   assert len(list((tmp_path / "cache").iterdir())) == 1
 
@@ -207,5 +219,5 @@ def test_two_writers_at_once_write_the_same(tmp_path):
 def test_progress_names_size_speed_and_remaining_time(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(tokenize, "_REPORT_SECONDS", 0)
   file = write_jsonl(tmp_path / "a.jsonl", 9)
-  open_tokens(CFG, jsonl_documents, [file], [], TextTokenizer(ByteTokenizer("")), tmp_path)
+  open_jsonl(file, ByteTokenizer(""), tmp_path)
   assert "tokenizing: 0 of 0 MB, 0:00:00 left, " in capsys.readouterr().err
