@@ -31,18 +31,29 @@ def test_no_arguments_give_the_defaults():
 
 @pytest.mark.parametrize("kept", list(itertools.product([False, True], repeat=5)))
 def test_precedence_of_sources(kept, tmp_path, presets):
+  in_base, in_own, in_preset, in_argument, in_flag = kept
   base = tmp_path / "base.yml"
+  base.touch()
   own = tmp_path / "own.yml"
-  base.write_text("steps: 10\n" if kept[0] else "")
-  own.write_text("base_config: base.yml\n" + ("steps: 20\n" if kept[1] else ""))
-  argv = [
-    *(["--steps=50"] if kept[4] else []),
-    *(["steps=40"] if kept[3] else []),
-    str(own),
-    *(["model_name=small"] if kept[2] else []),
-  ]
-  given = [steps for steps, layer in zip((10, 20, 30, 40, 50), kept, strict=True) if layer]
-  assert load_config(argv).run.steps == (given[-1] if given else DEFAULTS["steps"])
+  own.write_text("base_config: base.yml\n")
+  argv = [str(own)]
+  expected = DEFAULTS["steps"]
+  if in_base:
+    base.write_text("steps: 10\n")
+    expected = 10
+  if in_own:
+    own.write_text("base_config: base.yml\nsteps: 20\n")
+    expected = 20
+  if in_preset:
+    argv.append("model_name=small")
+    expected = 30
+  if in_argument:
+    argv.insert(0, "steps=40")
+    expected = 40
+  if in_flag:
+    argv.insert(0, "--steps=50")
+    expected = 50
+  assert load_config(argv).run.steps == expected
 
 
 def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
@@ -50,11 +61,11 @@ def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
   (tmp_path / "own.yml").write_text("base_config: base.yml\nsteps: 20\n")
   (presets / "small.yml").write_text("steps: 30\ndtype: bfloat16\n")
   argv = ["--steps=50", "steps=40", "model_name=small", str(tmp_path / "own.yml")]
-  layers = {
-    layer.name: [(setting.name, setting.raw) for setting in layer.settings]
-    for layer in read_layers(CommandLine.split(argv), None, DEFAULTS)
-  }
-  assert list(layers.items()) == [
+  layers = []
+  for layer in read_layers(CommandLine.split(argv), None, DEFAULTS):
+    raws = [(setting.name, setting.raw) for setting in layer.settings]
+    layers.append((layer.name, raws))
+  assert layers == [
     ("how the preset is computed", [("dtype", "bfloat16")]),
     ("base_config", [("steps", "10")]),
     ("file", [("steps", "20")]),
@@ -66,15 +77,14 @@ def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
 
 
 def test_later_files_override_earlier_ones_and_all_bases(tmp_path):
-  for name, text in {
-    "deep.yml": "steps: 1\nlog_period: 1\neval_interval: 1\n",
-    "base.yml": "base_config: deep.yml\nsteps: 2\nlog_period: 2\n",
-    "a.yml": "steps: 3\nhead_dim: 16\n",
-    "b.yml": "base_config: base.yml\nhead_dim: 8\n",
-  }.items():
-    (tmp_path / name).write_text(text)
+  (tmp_path / "deep.yml").write_text("steps: 1\nlog_period: 1\neval_interval: 1\n")
+  (tmp_path / "base.yml").write_text("base_config: deep.yml\nsteps: 2\nlog_period: 2\n")
+  (tmp_path / "a.yml").write_text("steps: 3\nhead_dim: 16\n")
+  (tmp_path / "b.yml").write_text("base_config: base.yml\nhead_dim: 8\n")
   config = load_config([str(tmp_path / "a.yml"), str(tmp_path / "b.yml")])
-  assert (config.run.steps, config.observe.log_period, config.observe.eval_interval) == (3, 2, 1)
+  assert config.run.steps == 3
+  assert config.observe.log_period == 2
+  assert config.observe.eval_interval == 1
   assert config.model.head_dim == 8
 
 
@@ -134,8 +144,11 @@ def test_missing_data_matters_only_if_data_is_read():
 )
 def test_yaml_values_are_parsed_by_the_type_of_the_key(written, value, tmp_path):
   (tmp_path / "own.yml").write_text(written)
-  found = flatten(load_config([str(tmp_path / "own.yml")]))[written.split(":")[0]]
-  assert (found, type(found)) == (value, type(value))
+  config = load_config([str(tmp_path / "own.yml")])
+  name = written.split(":")[0]
+  found = flatten(config)[name]
+  assert found == value
+  assert type(found) is type(value)
 
 
 @pytest.mark.parametrize("argument", ["{}=false", "--{}=False", "--no{}"])
@@ -170,8 +183,9 @@ def test_defaults_are_valid():
   "file", sorted(yaml_files.CONFIGS.rglob("*.yml")), ids=lambda path: path.stem
 )
 def test_shipped_files_load(file):
-  preset = file.parent.name == "models"
-  argv = [f"model_name={file.stem}" if preset else str(file)]
+  argv = [str(file)]
+  if file.parent.name == "models":
+    argv = [f"model_name={file.stem}"]
   if file.parent.name == "chat":  # an imported run may have its own template
     argv.append(f"chat_template_path={file.with_name('plain.jinja')}")
   assert load_config(argv, needs_data=False)

@@ -27,7 +27,8 @@ CFG = DataConfig(dataset_type="jsonl", eval_fraction=0.3)
 
 
 def write_jsonl(file, texts):
-  file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+  lines = [json.dumps({"text": text}) for text in texts]
+  file.write_text("\n".join(lines) + "\n")
   return file
 
 
@@ -44,10 +45,23 @@ def open_jsonl(folder, files, eval_files=(), **keys):
 
 
 def documents(split):
+  """The texts of a split, whose documents have the tokens of begin and end."""
   ids = np.fromfile(split.path, split.dtype)
-  parts = np.split(ids, np.cumsum(split.lengths)[:-1])
-  assert all((part[0], part[-1]) == (BYTES.bos, BYTES.eos) for part in parts if len(part))
-  return [BYTES.decode(part) for part in parts if len(part)]
+  texts = []
+  end = 0
+  for length in split.lengths:
+    start = end
+    end += length
+    assert ids[start] == BYTES.bos
+    assert ids[end - 1] == BYTES.eos
+    texts.append(BYTES.decode(ids[start:end]))
+  assert end == len(ids)
+  return texts
+
+
+def all_documents(data):
+  """The texts of both splits, in order."""
+  return sorted(documents(data.train) + documents(data.eval))
 
 
 @pytest.fixture
@@ -69,8 +83,10 @@ def test_splits_are_disjoint_and_complete(tmp_path, texts, eval_split):
 def test_equal_documents_are_in_one_split(tmp_path, texts):
   files = [write_jsonl(tmp_path / name, texts) for name in ("a.jsonl", "b.jsonl")]
   data = open_jsonl(tmp_path, files)
-  assert not set(documents(data.train)) & set(documents(data.eval))
-  assert len(documents(data.eval)) == 2 * len(set(documents(data.eval)))
+  held_out = documents(data.eval)
+  different = set(held_out)
+  assert not different & set(documents(data.train))
+  assert len(held_out) == 2 * len(different)
 
 
 @pytest.mark.parametrize("eval_split", ["documents", "tail"])
@@ -140,7 +156,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
   else:
     broken.unlink()
   again = open_jsonl(cache, [file])
-  assert documents(again.train) + documents(again.eval)
+  assert all_documents(again)
   assert again.train.digest == first.train.digest
   assert len(list(cache.iterdir())) == 1
 
@@ -157,7 +173,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path, texts, name, caplog):
   broken.write_bytes(content)
   os.utime(broken, ns=(before.st_atime_ns, before.st_mtime_ns))
   again = open_jsonl(cache, [file])
-  assert sorted(documents(again.train) + documents(again.eval)) == sorted(texts)
+  assert all_documents(again) == sorted(texts)
   assert "is rebuilt: " in caplog.text
   assert name.split("_")[0].removesuffix(".bin") in caplog.text
 
@@ -171,7 +187,7 @@ def test_other_content_of_the_same_size_and_time_is_tokenized(tmp_path, texts, c
   os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
   again = open_jsonl(cache, [file])
   assert again.train.path == first.train.path
-  assert sorted(documents(again.train) + documents(again.eval)) == sorted(map(str.upper, texts))
+  assert all_documents(again) == sorted(map(str.upper, texts))
   assert "a.jsonl has changed" in caplog.text
 
 
@@ -229,7 +245,7 @@ def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
   other = cache / "other.partial"  # may belong to a running process
   other.mkdir()
   data = open_jsonl(cache, [file])
-  assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
+  assert all_documents(data) == sorted(texts)
   assert not partial.exists()
   assert other.exists()
   (cache / "renamed.partial").symlink_to(cache / "none")  # as if another process had renamed it
@@ -262,12 +278,12 @@ def test_a_concurrent_writer_is_harmless(tmp_path, texts):
   file = write_jsonl(tmp_path / "a.jsonl", texts)
   cache = tmp_path / "cache"
 
-  def slow(*args):
+  def slow(path, column, start, stop):
     open_jsonl(cache, [file])  # stands for a process that finishes first
-    return jsonl_documents(*args)
+    return jsonl_documents(path, column, start, stop)
 
   data = open_tokens(CFG, slow, [file], [], tokenizer=TextTokenizer(BYTES), cache_directory=cache)
-  assert sorted(documents(data.train) + documents(data.eval)) == sorted(texts)
+  assert all_documents(data) == sorted(texts)
   assert len(list(cache.iterdir())) == 1
 
 
