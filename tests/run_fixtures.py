@@ -1,7 +1,8 @@
 """Fixtures of tests that train: compiler settings, a shared finished run, and folders for runs."""
 
+import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -15,6 +16,24 @@ def fast_programs() -> Iterator[None]:
 
   with fast_compilation():
     yield
+
+
+@pytest.fixture(scope="module")
+def trainer_of() -> Callable:
+  """A function from config keys to the tiny trainer with them.
+
+  Tests of a module share trainers with equal keys, and so their compiled programs.
+  """
+  # Imported here, since most tests need no trainer.
+  from tiny import config_of
+
+  from maxlite.training.trainer import build_trainer
+
+  @functools.cache
+  def trainer_with(**keys: object) -> object:
+    return build_trainer(config_of(**keys))
+
+  return trainer_with
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,20 @@
 """The tiny model of the training tests, and batches with difficult shapes."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import jax
 import numpy as np
+import trees
 
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
 from maxlite.data.packing import pad_row
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.trainer import Trainer
 
-VOCAB, LENGTH, ROWS = 264, 16, 16
+VOCAB = 264
+LENGTH = 16
+ROWS = 16
 KEYS = {
   "dataset_type": "synthetic",
   "vocab_size": VOCAB,
@@ -44,12 +46,6 @@ def config_of(**keys: object) -> Config:
   return load_config([f"{name}={value}" for name, value in (KEYS | keys).items()])
 
 
-@functools.cache
-def trainer_of(**keys: object) -> Trainer:
-  """The trainer of the tiny config with `keys`, cached so that tests share its programs."""
-  return build_trainer(config_of(**keys))
-
-
 def mesh_keys(mesh: str) -> dict[str, int]:
   """Config keys of a mesh such as `data=2 fsdp=4`; other degrees are 1."""
   degrees = {"fsdp": 1} | dict(degree.split("=") for degree in mesh.split())
@@ -75,7 +71,7 @@ def uneven_batch(seed: int) -> Batch:
     targets = ids[1:].copy()
     targets[np.cumsum(lengths) - 1] = -1
     rows.append(pad_row(ids[:num_tokens], targets[:num_tokens], lengths, LENGTH))
-  return Batch(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+  return Batch(**trees.stack(rows))
 
 
 @contextlib.contextmanager
@@ -135,3 +131,15 @@ def take_steps(trainer: Trainer, host_state: object, batches: list[Batch]) -> tu
     state, metrics = trainer.train_step(state, place(trainer, batch))
     rows.append(jax.device_get(metrics))
   return jax.device_get(state), rows
+
+
+def assert_same_steps(got: tuple[object, list], want: tuple[object, list]) -> None:
+  """Assert that results of `take_steps` are equal up to float32 rounding."""
+  state, rows = got
+  expected_state, expected_rows = want
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    assert row.keys() == expected_row.keys()
+    for name, value in expected_row.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+  for leaf, expected in trees.leaf_pairs(state, expected_state):
+    np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-6)

@@ -12,9 +12,8 @@ def leaf_pairs(first: object, second: object) -> list[tuple]:
 
 
 def assert_equal_leaves(got: object, want: object) -> None:
-  """Assert that two trees have equal leaves, bit for bit."""
-  for leaf, expected in leaf_pairs(got, want):
-    np.testing.assert_array_equal(leaf, expected)
+  """Assert that two trees have the same structure and equal leaves, bit for bit."""
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
 
 
 def stack(trees: Sequence[object]) -> object:

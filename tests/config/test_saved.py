@@ -68,22 +68,20 @@ def _values(key: SchemaKey) -> st.SearchStrategy:
   field = key.field
   if key.type in WHOLE:
     return WHOLE[key.type]
-  if key.type is int:
+  if key.type in (int, tuple[int, ...]):
     high = min(MAX_INT, field.high or math.inf)
-    return st.integers(int(field.low), int(high))
-  if key.type == tuple[int, ...]:
-    return _tuples(st.integers(int(field.low), MAX_INT))
-  if key.type in (float, tuple[float, ...]):
-    numbers = st.floats(field.low, field.high, allow_nan=False, allow_infinity=False)
-    if key.type is float:
-      return numbers
-    return _tuples(numbers)
-  texts = TEXT
-  if field.choices:
-    texts = st.sampled_from([*field.choices])
-  if key.type is str:
-    return texts
-  return _tuples(texts.filter(bool))
+    one = st.integers(int(field.low), int(high))
+  elif key.type in (float, tuple[float, ...]):
+    one = st.floats(field.low, field.high, allow_nan=False, allow_infinity=False)
+  elif field.choices:
+    one = st.sampled_from([*field.choices])
+  else:
+    one = TEXT
+  if key.type in (int, float, str):
+    return one
+  if key.type == tuple[str, ...]:
+    one = one.filter(bool)
+  return _tuples(one)
 
 
 PLUGINS = st.lists(st.sampled_from(["json", "csv"]), max_size=2).map(tuple)  # can be imported

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny import config_of, trainer_of, uneven_batch
+from tiny import config_of, uneven_batch
 from tiny_run import Output, keys_in, logged, shared_programs
 
 import maxlite
@@ -45,8 +45,14 @@ def test_evaluation_equals_that_of_the_run(finished):
 def test_eval_documents_writes_the_loss_of_each_document(copy):
   text = copy / "text.txt"
   text.write_text("to be or not to be\n" * 99)
-  overrides = ("dataset_type=text", f"dataset_path={text}", "eval_split=tail", "eval_fraction=0.2")
-  printed = evaluated(copy, *overrides, "eval_documents=true").splitlines()[-1]
+  printed = evaluated(
+    copy,
+    "dataset_type=text",
+    f"dataset_path={text}",
+    "eval_split=tail",
+    "eval_fraction=0.2",
+    "eval_documents=true",
+  ).splitlines()[-1]
   row = json.loads((copy / "run/eval_documents.jsonl").read_text())
   assert list(row)[:4] == ["document", "tokens", "bytes", "nll"]
   assert f"1 documents  tokens {row['tokens']}  bytes {row['bytes']}  nll" in printed
@@ -71,13 +77,13 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
   assert "cannot be written (no permission in" in capsys.readouterr().err
 
 
-def test_sums_over_many_batches_are_not_rounded():
+def test_sums_over_many_batches_are_not_rounded(trainer_of):
   trainer = trainer_of(decoder_block="llama")
+  params = trainer.init_state().params
   batch = uneven_batch(0)
   eval_step = compile_eval_step(trainer, np.ones(trainer.cfg.model.vocab_size, np.int32))
-  once, often = (
-    evaluate(trainer, eval_step, init_params(), {"data": [batch] * n}) for n in (1, 99)
-  )
+  once = evaluate(trainer, eval_step, params, {"data": [batch]})
+  often = evaluate(trainer, eval_step, params, {"data": [batch] * 99})
   assert often["eval_tokens"] == 99 * once["eval_tokens"] == 99 * np.sum(batch.weight_BT)
   for name in ("eval_loss", "eval_bits_per_byte"):
     np.testing.assert_allclose(often[name], once[name], rtol=1e-12)
@@ -90,7 +96,8 @@ def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_
   cfg = load_config(argv, needs_data=False)
   assert cfg.observe.eval_steps == 7
   saved = config_of_run(argv)
-  assert (saved.observe.eval_steps, saved.generate.decode_sampling_temperature) == (2, 0.25)
+  assert saved.observe.eval_steps == 2
+  assert saved.generate.decode_sampling_temperature == 0.25
   assert saved.model == config_of(**keys_in(finished[0])).model
 
 
@@ -122,12 +129,11 @@ def ensemble(finished, tmp_path_factory):
 
 
 def test_a_member_of_an_ensemble_is_evaluated_as_a_solo_run(finished, ensemble):
-  got = evaluated(
-    finished[0], f"base_output_directory={ensemble.parent}", "run_name=both", "member=b"
-  )
-  assert got.replace(f"{ensemble}/members/b", "") == evaluated(finished[0]).replace(
-    f"{finished[0]}/run", ""
-  )
+  folder, _ = finished
+  of_run = evaluated(folder).replace(f"{folder}/run", "")
+  ensemble_keys = (f"base_output_directory={ensemble.parent}", "run_name=both")
+  of_member = evaluated(folder, ensemble_keys[0], ensemble_keys[1], "member=b")
+  assert of_member.replace(f"{ensemble}/members/b", "") == of_run
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,3 @@ def test_prompts_that_are_not_text_are_read_with_question_marks(tmp_path):
   file.write_text('{"prompt": "\\ud800a"}')  # half of a surrogate pair
   for keys in ({"prompt_file": str(file)}, {"prompt": "\udcffa"}):  # a byte that is not UTF-8
     assert read_prompts(GenerateConfig(**keys)) == ["?a"]
-
-
-def init_params():
-  return trainer_of(decoder_block="llama").init_state().params

@@ -35,12 +35,18 @@ def lm(finished):
 def log_probs(finished):
   """Function from at most LENGTH ids to log_p_TV, by a forward pass over one row."""
   model, params = maxlite.load(finished[0] / "run")
-  forward = jax.jit(lambda tokens_BT: jax.nn.log_softmax(model.apply(params, tokens_BT)[0]))
 
-  def pad(ids):
-    return np.array([[*ids, *[0] * (LENGTH - len(ids))]], np.int32)
+  @jax.jit
+  def forward(tokens_1T):
+    (logits_TV,) = model.apply(params, tokens_1T)
+    return jax.nn.log_softmax(logits_TV)
 
-  return lambda ids: np.asarray(forward(pad(ids)))
+  def log_probs_of(ids):
+    tokens_1T = np.zeros((1, LENGTH), np.int32)
+    tokens_1T[0, : len(ids)] = ids
+    return np.asarray(forward(tokens_1T))
+
+  return log_probs_of
 
 
 def requests(kind, arguments):
@@ -52,27 +58,30 @@ def expected(log_probs, context, continuation):
   ids = [BOS, *(context + continuation).encode()]
   num_scored = len(continuation.encode())
   inputs = ids[:-1][-LENGTH:]
-  log_p_TV = log_probs(inputs)[: len(inputs)][-num_scored:]
   targets = ids[-num_scored:]
+  first_scored = len(inputs) - num_scored
+  log_p_TV = log_probs(inputs)[first_scored : len(inputs)]
   total = log_p_TV[np.arange(num_scored), targets].sum()
-  return total, bool((log_p_TV.argmax(-1) == targets).all())
+  is_greedy = np.array_equal(log_p_TV.argmax(-1), targets)
+  return total, is_greedy
 
 
 def test_log_likelihoods_equal_those_of_a_forward_pass(lm, log_probs):
   found = lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
   for (context, continuation), (score, is_greedy) in zip(PAIRS, found, strict=True):
-    space = " " if context.endswith(" ") else ""
-    want = expected(log_probs, context.rstrip(" "), space + continuation)
-    np.testing.assert_allclose(score, want[0], rtol=1e-5)
-    assert is_greedy == want[1]
+    stripped = context.rstrip(" ")
+    moved = context.removeprefix(stripped)  # to the continuation
+    want_score, want_greedy = expected(log_probs, stripped, moved + continuation)
+    np.testing.assert_allclose(score, want_score, rtol=1e-5)
+    assert is_greedy == want_greedy
 
 
 def test_greedy_continuations_are_recognized(lm, log_probs):
-  argmax = int(log_probs([BOS, *b"ab"])[2].argmax())
-  (_, yes), (_, no) = lm._loglikelihood_tokens(
-    [(None, [BOS, *b"ab"], [token]) for token in (argmax, (argmax + 1) % 256)]
-  )
-  assert (yes, no) == (True, False)
+  context = [BOS, *b"ab"]
+  argmax = int(log_probs(context)[2].argmax())
+  other = (argmax + 1) % 256
+  found = lm._loglikelihood_tokens([(None, context, [argmax]), (None, context, [other])])
+  assert [is_greedy for _, is_greedy in found] == [True, False]
 
 
 def test_a_continuation_longer_than_max_length_raises(lm):
@@ -94,8 +103,10 @@ def rolling(log_probs, text):
 
 def test_long_strings_are_scored_in_rolling_windows(lm, log_probs):
   texts = ["to be", "to be or not to be", "x" * 2 * LENGTH, ""]
-  found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in texts]))
-  np.testing.assert_allclose(found, [rolling(log_probs, text) for text in texts], rtol=1e-5)
+  asked = requests("loglikelihood_rolling", [(text,) for text in texts])
+  found = lm.loglikelihood_rolling(asked)
+  expected = [rolling(log_probs, text) for text in texts]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_completions_end_at_their_stop_strings(lm, log_probs):
@@ -103,9 +114,10 @@ def test_completions_end_at_their_stop_strings(lm, log_probs):
   while len(ids) < 10:
     ids.append(int(log_probs(ids)[len(ids) - 1].argmax()))
   completion = lm._tokenizer.decode(ids[6:])
-  asked = [("to be", {"until": []}), ("to be", {"until": [completion[2]], "max_gen_toks": 3})]
+  stop = completion[2]
+  asked = [("to be", {"until": []}), ("to be", {"until": [stop], "max_gen_toks": 3})]
   texts = lm.generate_until(requests("generate_until", asked))
-  assert texts == [completion, completion[: completion.index(completion[2])]]
+  assert texts == [completion, completion[: completion.index(stop)]]
   with pytest.raises(ValueError, match="generation_kwargs has num_beams; supported are"):
     lm.generate_until(requests("generate_until", [("a", {"num_beams": 2})]))
   with pytest.raises(ValueError, match="max_gen_toks=16 leaves no room"):
@@ -139,11 +151,15 @@ metric_list: [{{metric: bits_per_byte}}]
 @pytest.mark.filterwarnings("ignore")  # of its dependencies
 def test_tasks_of_local_files_are_evaluated(lm, log_probs, tmp_path, monkeypatch):
   monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-  rows = [{"text": "to be", "choices": ["or", "zz"], "label": n % 2} for n in range(3)] + [
-    {"text": "or not", "choices": ["to", "qq"], "label": 0}
+  rows = [
+    {"text": "to be", "choices": ["or", "zz"], "label": 0},
+    {"text": "to be", "choices": ["or", "zz"], "label": 1},
+    {"text": "to be", "choices": ["or", "zz"], "label": 0},
+    {"text": "or not", "choices": ["to", "qq"], "label": 0},
   ]
   file = tmp_path / "rows.jsonl"
-  file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  lines = [json.dumps(row) for row in rows]
+  file.write_text("\n".join(lines) + "\n")
   for name, task in (("choices", CHOICES), ("texts", TEXTS)):
     (tmp_path / f"{name}.yaml").write_text(task.format(file=file))
   results = lm_eval.simple_evaluate(
@@ -152,12 +168,14 @@ def test_tasks_of_local_files_are_evaluated(lm, log_probs, tmp_path, monkeypatch
     task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     bootstrap_iters=0,
   )["results"]
-  right = [
-    np.argmax([expected(log_probs, row["text"], f" {choice}")[0] for choice in row["choices"]])
-    == row["label"]
-    for row in rows
-  ]
-  assert results["tiny_choices"]["acc,none"] == np.mean(right)
+  num_right = 0
+  for row in rows:
+    scores = []
+    for choice in row["choices"]:
+      score, _ = expected(log_probs, row["text"], f" {choice}")
+      scores.append(score)
+    num_right += np.argmax(scores) == row["label"]
+  assert results["tiny_choices"]["acc,none"] == num_right / len(rows)
   nats = sum(rolling(log_probs, row["text"]) for row in rows)
   num_bytes = sum(len(row["text"]) for row in rows)
   bits = results["tiny_texts"]["bits_per_byte,none"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from typing import NamedTuple
@@ -10,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from test_distill import save_run
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, state_on, take_steps
 from tiny_run import keys_in, logged, start
 
+from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.config.errors import UserError
 from maxlite.config.schema import LoraConfig
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.models import Decoder
-from maxlite.optim.labels import paths_in
 from maxlite.runs.evaluate_run import run_evaluation
 from maxlite.training.trainer import build_trainer
 
@@ -44,23 +46,52 @@ MOE = {
   "load_balance_loss_weight": 0.5,
   "router_z_loss_weight": 0,
 }
-MEANS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-MEANS += ("logps/chosen", "logps/rejected")
+MEANS = (
+  "loss",
+  "rewards/chosen",
+  "rewards/rejected",
+  "rewards/margins",
+  "rewards/accuracies",
+  "logps/chosen",
+  "logps/rejected",
+)
+
+
+class Sequence(NamedTuple):
+  """Ids of a prompt and its answer."""
+
+  ids: list[int]
+  num_prompt: int
+
+  @property
+  def weights(self):
+    """For every target, 1 if it is of the answer."""
+    return [float(n >= self.num_prompt) for n in range(1, len(self.ids))]
+
+
+class Pair(NamedTuple):
+  chosen: Sequence
+  rejected: Sequence
 
 
 def draw_pairs(seed):
-  """By row, its pairs of sequences, each (ids, number of ids of the prompt)."""
+  """The pairs of every row of a batch; every fourth row has none."""
   draw = np.random.default_rng(seed)
+
+  def draw_ids(max_length):
+    length = draw.integers(1, max_length + 1)
+    return draw.integers(VOCAB, size=length).tolist()
+
   rows = []
   for row in range(ROWS):
     pairs = []
-    room = 0 if row % 4 == 3 else LENGTH
-    while room >= 8 and len(pairs) < 2:
-      prompt = draw.integers(VOCAB, size=draw.integers(1, 3))
-      answers = [draw.integers(VOCAB, size=draw.integers(1, 4)) for _ in range(2)]
-      pair = [(np.concatenate([prompt, answer]), len(prompt)) for answer in answers]
-      pairs.append(pair)
-      room -= sum(len(ids) - 1 for ids, _ in pair)
+    room = LENGTH
+    while row % 4 != 3 and room >= 8 and len(pairs) < 2:
+      prompt = draw_ids(2)
+      chosen = Sequence(prompt + draw_ids(3), len(prompt))
+      rejected = Sequence(prompt + draw_ids(3), len(prompt))
+      pairs.append(Pair(chosen, rejected))
+      room -= len(chosen.weights) + len(rejected.weights)
     rows.append(pairs)
   return rows
 
@@ -69,19 +100,19 @@ def packed(rows):
   """The batch with all pairs of a row in it."""
   batch_rows = []
   for pairs in rows:
-    sequences = [sequence for pair in pairs for sequence in pair]
-    inputs = [ids[:-1] for ids, _ in sequences]
-    row = pad_row(
-      np.concatenate([[], *inputs]).astype(int),
-      np.concatenate([[], *(ids[1:] for ids, _ in sequences)]).astype(int),
-      np.array([len(ids) for ids in inputs], int),
-      LENGTH,
-    )
-    weights = [np.arange(1, len(ids)) >= num_prompt for ids, num_prompt in sequences]
-    weight = np.concatenate([[], *weights])
-    row["weight_BT"][: len(weight)] = weight
+    inputs = []
+    targets = []
+    weights = []
+    lengths = []
+    for sequence in itertools.chain.from_iterable(pairs):
+      inputs += sequence.ids[:-1]
+      targets += sequence.ids[1:]
+      weights += sequence.weights
+      lengths.append(len(sequence.weights))
+    row = pad_row(np.array(inputs, int), np.array(targets, int), np.array(lengths, int), LENGTH)
+    row["weight_BT"][: len(weights)] = weights
     batch_rows.append(row)
-  return Batch(**{name: np.stack([row[name] for row in batch_rows]) for name in batch_rows[0]})
+  return Batch(**trees.stack(batch_rows))
 
 
 def trainer_on(mesh, num_devices=8, **keys):
@@ -112,23 +143,30 @@ class Alone(NamedTuple):
 
 def separate(rows):
   """The chosen sequence of every pair, and the rejected ones, unpacked."""
-  sequences = []
-  for side in range(2):
-    sequences += [pair[side] for pairs in rows for pair in pairs]
-  alone = Alone(*(np.zeros((len(sequences), LENGTH), int) for _ in range(3)))
-  for n, (ids, num_prompt) in enumerate(sequences):
-    alone.tokens_ST[n, : len(ids) - 1] = ids[:-1]
-    alone.targets_ST[n, : len(ids) - 1] = ids[1:]
-    alone.weight_ST[n, num_prompt - 1 : len(ids) - 1] = 1
+  pairs = list(itertools.chain.from_iterable(rows))
+  sequences = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+  shape = (len(sequences), LENGTH)
+  alone = Alone(
+    tokens_ST=np.zeros(shape, int),
+    targets_ST=np.zeros(shape, int),
+    weight_ST=np.zeros(shape, np.float32),
+  )
+  for n, sequence in enumerate(sequences):
+    length = len(sequence.weights)
+    alone.tokens_ST[n, :length] = sequence.ids[:-1]
+    alone.targets_ST[n, :length] = sequence.ids[1:]
+    alone.weight_ST[n, :length] = sequence.weights
   return alone
 
 
 def log_probs(model, params, alone):
   """(of the chosen, of the rejected) answers, each [pairs]."""
-  logits = model.apply({"params": params}, alone.tokens_ST)
-  log_p = jax.nn.log_softmax(logits)
-  of_target = jnp.take_along_axis(log_p, jnp.asarray(alone.targets_ST)[..., None], axis=2)[..., 0]
-  return jnp.split(jnp.sum(of_target * alone.weight_ST.astype(np.float32), axis=1), 2)
+  logits_STV = model.apply({"params": params}, alone.tokens_ST)
+  log_p_STV = jax.nn.log_softmax(logits_STV)
+  targets_ST1 = jnp.asarray(alone.targets_ST)[..., None]
+  log_p_ST1 = jnp.take_along_axis(log_p_STV, targets_ST1, axis=2)
+  log_p_S = jnp.sum(log_p_ST1[..., 0] * alone.weight_ST, axis=1)
+  return jnp.split(log_p_S, 2)
 
 
 def loss_by_definition(trainer, params, rows):
@@ -136,14 +174,23 @@ def loss_by_definition(trainer, params, rows):
   model = trainer.cfg.model
   base = Decoder(dataclasses.replace(model, lora=LoraConfig()), trainer.sharder)
   alone = separate(rows)
-  policy = log_probs(trainer.model, params, alone)
-  reference = log_probs(base, drop_modules(params, ADAPTER), alone)
-  chosen, rejected = (0.5 * (p - r) for p, r in zip(policy, reference, strict=True))
+  log_p_chosen, log_p_rejected = log_probs(trainer.model, params, alone)
+  base_params = drop_modules(params, ADAPTER)
+  reference_chosen, reference_rejected = log_probs(base, base_params, alone)
+  chosen = 0.5 * (log_p_chosen - reference_chosen)
+  rejected = 0.5 * (log_p_rejected - reference_rejected)
   p_preferred = jax.nn.sigmoid(chosen - rejected)
   loss = -0.9 * jnp.log(p_preferred) - 0.1 * jnp.log(1 - p_preferred)
   is_right = (chosen > rejected).astype(jnp.float32)
-  columns = (loss, chosen, rejected, chosen - rejected, is_right, *policy)
-  means = {name: jnp.mean(each) for name, each in zip(MEANS, columns, strict=True)}
+  means = {
+    "loss": jnp.mean(loss),
+    "rewards/chosen": jnp.mean(chosen),
+    "rewards/rejected": jnp.mean(rejected),
+    "rewards/margins": jnp.mean(chosen - rejected),
+    "rewards/accuracies": jnp.mean(is_right),
+    "logps/chosen": jnp.mean(log_p_chosen),
+    "logps/rejected": jnp.mean(log_p_rejected),
+  }
   return means["loss"], means
 
 
@@ -167,8 +214,8 @@ def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_m
   assert 0 < means["rewards/accuracies"] < 1
   for name in MEANS:
     np.testing.assert_allclose(result.metrics[name], means[name], rtol=1e-5, err_msg=name)
-  expected = dict(zip(paths_in(gradients), jax.tree.leaves(gradients), strict=True))
-  found = dict(zip(paths_in(result.gradients), jax.tree.leaves(result.gradients), strict=True))
+  expected = leaves_by_path(gradients)
+  found = leaves_by_path(result.gradients)
   assert found
   for path, gradient in found.items():
     np.testing.assert_allclose(gradient, expected[path], rtol=1e-4, atol=1e-5, err_msg=path)
@@ -200,8 +247,8 @@ def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro)
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=5e-5, err_msg=name)
   balance = 0.5 * metrics["load_balance_loss"]
   np.testing.assert_allclose(metrics["total_loss"], metrics["loss"] + balance, rtol=1e-5)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-  jax.tree.map(close, after.params, expected)
+  for leaf, expected_leaf in trees.leaf_pairs(after.params, expected):
+    np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
 
 
 def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path):
@@ -224,18 +271,29 @@ def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path
 
 def write_lines(file, records):
   file.parent.mkdir(exist_ok=True)
-  file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  lines = [json.dumps(record) for record in records]
+  file.write_text("\n".join(lines) + "\n")
 
 
 def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   pairs = [{"prompt": f"{n}", "chosen": f"{n}", "rejected": f"{n + 1}"} for n in range(40)]
   write_lines(folder / "pairs.jsonl", pairs)
-  write_lines(folder / "chats.jsonl", [{"prompt": f"{n}", "completion": f"{n}"} for n in range(9)])
-  fit = "{name: fit, train: ['.*lora_.*'], steps: 1, loss: next_token, dataset_type: chat"
-  fit += f", dataset_path: [{folder}/chats.jsonl]}}"
-  phases = f"[{{name: tune, train: ['.*lora_.*'], steps: 3}}, {fit}]"
-  keys = DENSE | ADAPTERS | PAIRS | {"phases": phases}
-  keys |= {"dataset_path": folder / "pairs.jsonl", "max_target_length": 64, "eval_fraction": 0.2}
+  chats = [{"prompt": f"{n}", "completion": f"{n}"} for n in range(9)]
+  write_lines(folder / "chats.jsonl", chats)
+  tune = "{name: tune, train: ['.*lora_.*'], steps: 3}"
+  fit = (
+    "{name: fit, train: ['.*lora_.*'], steps: 1, loss: next_token, dataset_type: chat"
+    f", dataset_path: [{folder}/chats.jsonl]}}"
+  )
+  keys = {
+    **DENSE,
+    **ADAPTERS,
+    **PAIRS,
+    "phases": f"[{tune}, {fit}]",
+    "dataset_path": folder / "pairs.jsonl",
+    "max_target_length": 64,
+    "eval_fraction": 0.2,
+  }
   code, output = start(folder, **keys)
   assert code == 0
   assert " pairs; eval " in output

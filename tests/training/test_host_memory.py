@@ -3,7 +3,7 @@
 import jax
 import pytest
 import trees
-from tiny import mesh_keys, place, trainer_of, uneven_batch
+from tiny import mesh_keys, place, uneven_batch
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
@@ -14,8 +14,14 @@ from maxlite.sharding.host_memory import is_on_host
 KEYS = {"decoder_block": "llama"} | mesh_keys("fsdp=4 tensor=2")
 
 
-def trainer_with(offload, **keys):
-  return trainer_of(**KEYS, **keys, optimizer_memory_host_offload=str(offload).lower())
+@pytest.fixture(scope="module")
+def trainer_with(trainer_of):
+  """A function from offload and other keys to a trainer."""
+
+  def build(offload, **keys):
+    return trainer_of(**KEYS, **keys, optimizer_memory_host_offload=str(offload).lower())
+
+  return build
 
 
 def train(trainer, state, seeds):
@@ -25,7 +31,7 @@ def train(trainer, state, seeds):
 
 
 @pytest.mark.parametrize("saved_offloaded", [True, False])
-def test_training_resumes_across_the_switch_bit_for_bit(tmp_path, saved_offloaded):
+def test_training_resumes_across_the_switch_bit_for_bit(trainer_with, tmp_path, saved_offloaded):
   trainer = trainer_with(saved_offloaded)
   other = trainer_with(not saved_offloaded)
   state, _ = train(trainer, trainer.init_state(), (0, 1))
@@ -44,7 +50,7 @@ def test_training_resumes_across_the_switch_bit_for_bit(tmp_path, saved_offloade
 
 
 @pytest.mark.slow
-def test_each_phase_moves_its_own_state():
+def test_each_phase_moves_its_own_state(trainer_with):
   phases = "[{name: all, train: .*, steps: 1}, {name: out, train: unembed/.*, steps: 1}]"
   results = []
   for offload in (False, True):
@@ -56,7 +62,7 @@ def test_each_phase_moves_its_own_state():
   assert all(map(is_on_host, jax.tree.leaves(offloaded_state.opt_state)))
 
 
-def test_the_estimate_has_what_the_host_holds():
+def test_the_estimate_has_what_the_host_holds(trainer_with):
   on_device = estimate_memory(trainer_with(False, remat_policy="minimal"))
   on_host = estimate_memory(trainer_with(True, remat_policy="offload"))
   assert on_host.parameters == on_device.parameters

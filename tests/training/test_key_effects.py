@@ -1,47 +1,53 @@
 """Config keys of the implementation change no number; keys of the model do."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from tiny import VOCAB, config_of, place, state_on, take_steps, trainer_of, uneven_batch
+import trees
+from tiny import VOCAB, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.runs.open_run import open_objective_data, open_trainer_data
 from maxlite.training.trainer import build_trainer
 
 
-@functools.cache
-def one_step(**keys):
-  """(metrics of the first step, parameters after it)."""
-  trainer = trainer_of(decoder_block="mixtral", **keys)
-  after, (metrics,) = take_steps(trainer, first_state(), [uneven_batch(0)])
+@pytest.fixture(scope="module")
+def trainer(trainer_of):
+  return trainer_of(decoder_block="mixtral")
+
+
+@pytest.fixture(scope="module")
+def first_state(trainer):
+  return jax.device_get(trainer.init_state())
+
+
+def one_step(trainer, state):
+  """(metrics of a step, parameters after it)."""
+  after, (metrics,) = take_steps(trainer, state, [uneven_batch(0)])
   return metrics, after.params
 
 
-def held_out_loss(**keys):
-  trainer = trainer_of(decoder_block="mixtral", **keys)
+def held_out_loss(trainer, state):
   eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
-  sums = eval_step(state_on(trainer, first_state()).params, place(trainer, uneven_batch(0)))
+  params = state_on(trainer, state).params
+  sums = eval_step(params, place(trainer, uneven_batch(0)))
   return sums["nll"] / sums["weight"]
 
 
-@functools.cache
-def first_state(**keys):
-  return jax.device_get(trainer_of(decoder_block="mixtral", **keys).init_state())
+@pytest.fixture(scope="module")
+def expected_loss(trainer, first_state):
+  """The held-out loss with the default keys of the model."""
+  return held_out_loss(trainer, first_state)
 
 
-def test_implementation_keys_do_not_change_the_step():
-  (expected, expected_params), (metrics, params) = (
-    one_step(),
-    one_step(scan_unroll=2, attention_block_q=5),
-  )
+def test_implementation_keys_do_not_change_the_step(trainer_of, trainer, first_state):
+  expected, expected_params = one_step(trainer, first_state)
+  other = trainer_of(decoder_block="mixtral", scan_unroll=2, attention_block_q=5)
+  metrics, params = one_step(other, first_state)
   for name in ("total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), params, expected_params
-  )
+  for leaf, expected_leaf in trees.leaf_pairs(params, expected_params):
+    np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -53,32 +59,42 @@ def test_implementation_keys_do_not_change_the_step():
   ],
   ids=str,
 )
-def test_model_keys_change_the_loss(other):
-  assert abs(held_out_loss(**other) / held_out_loss() - 1) > 1e-6
+def test_model_keys_change_the_loss(trainer_of, first_state, expected_loss, other):
+  loss = held_out_loss(trainer_of(decoder_block="mixtral", **other), first_state)
+  assert abs(loss / expected_loss - 1) > 1e-6
 
 
-def test_the_seed_changes_the_initial_parameters():
-  states = first_state(), first_state(init_weights_seed=1)
-  embeddings = [state.params["embed"]["embedding"] for state in states]
-  assert np.all(embeddings[0] != embeddings[1])
+def test_the_seed_changes_the_initial_parameters(trainer_of, first_state):
+  other_state = trainer_of(decoder_block="mixtral", init_weights_seed=1).init_state()
+  embedding = first_state.params["embed"]["embedding"]
+  other_embedding = other_state.params["embed"]["embedding"]
+  assert np.all(embedding != jax.device_get(other_embedding))
 
 
-def test_auxiliary_losses_are_weighted():
+def test_auxiliary_losses_are_weighted(trainer_of, first_state):
   """With other weights than the default ones, of which test_meshes.py tests the sum."""
-  metrics, _ = one_step(router_z_loss_weight=0.5, load_balance_loss_weight=0.25)
-  expected = metrics["loss"] + 0.5 * metrics["router_z_loss"] + 0.25 * metrics["load_balance_loss"]
+  weights = {"router_z_loss_weight": 0.5, "load_balance_loss_weight": 0.25}
+  metrics, _ = one_step(trainer_of(decoder_block="mixtral", **weights), first_state)
+  auxiliary = 0.5 * metrics["router_z_loss"] + 0.25 * metrics["load_balance_loss"]
+  expected = metrics["loss"] + auxiliary
   np.testing.assert_allclose(metrics["total_loss"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_the_token_cache_is_in_the_configured_directory(tmp_path, named):
-  keys = {"token_cache_directory": tmp_path / "tokens"} if named else {}
   text = tmp_path / "text.txt"
   text.write_text("to be or not to be\n" * 99)
-  data = {"dataset_type": "text", "dataset_path": text, "eval_split": "tail"}
-  cfg = config_of(base_output_directory=tmp_path / "runs", **(data | keys))
-  open_trainer_data(build_trainer(cfg))
-  expected = tmp_path / "tokens" if named else tmp_path / "runs" / ".tokens"
+  keys = {
+    "dataset_type": "text",
+    "dataset_path": text,
+    "eval_split": "tail",
+    "base_output_directory": tmp_path / "runs",
+  }
+  expected = tmp_path / "runs" / ".tokens"
+  if named:
+    expected = tmp_path / "tokens"
+    keys["token_cache_directory"] = expected
+  open_trainer_data(build_trainer(config_of(**keys)))
   assert list(expected.glob("*/train.bin"))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from host_runs import run
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
@@ -33,8 +34,14 @@ MOMENTUM = 0.6
 PERIOD = 3
 DENSE = {"decoder_block": "llama", "base_num_decoder_layers": 1}
 MOE = {"router_jitter": 0, "load_balance_loss_weight": 0, "gradient_accumulation_steps": 2}
-RUN = {"gradient_accumulation_steps": 1, "ema_decay": 0, "router_jitter": 0, "eval_interval": 3}
-RUN |= DENSE | {"steps": 2 * PERIOD, "learning_rate_schedule_steps": 2 * PERIOD}
+RUN = DENSE | {
+  "gradient_accumulation_steps": 1,
+  "ema_decay": 0,
+  "router_jitter": 0,
+  "eval_interval": 3,
+  "steps": 2 * PERIOD,
+  "learning_rate_schedule_steps": 2 * PERIOD,
+}
 OUTER = {"diloco_sync_period": PERIOD, "diloco_outer_lr": RATE, "diloco_outer_momentum": MOMENTUM}
 LOCAL = RUN | OUTER | mesh_keys("ensemble=2 fsdp=4")
 
@@ -52,23 +59,32 @@ class SquaredError(LossFunction):
 
   def forward(self, params, collections, batch, key, extra):
     error = batch["x"] @ params["w"] - batch["y"]
-    return (jnp.sum(error**2), jnp.asarray(error.shape[0], error.dtype)), collections
+    num_rows = jnp.asarray(error.shape[0], error.dtype)
+    return (jnp.sum(error**2), num_rows), collections
 
   def combine(self, sums):
-    return sums[0] / sums[1], {"loss": sums[0] / sums[1], "num_tokens": sums[1]}
+    error_sum, num_rows = sums
+    loss = error_sum / num_rows
+    return loss, {"loss": loss, "num_tokens": num_rows}
 
 
 @pytest.mark.parametrize("num_replicas", [1, 4])
 def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
   draw = np.random.default_rng(0)
-  batches = [{"x": draw.normal(size=(8, 5)), "y": draw.normal(size=(8, 2))} for _ in range(5)]
+  batches = []
+  for _ in range(5):
+    x = draw.normal(size=(8, 5))
+    y = draw.normal(size=(8, 2))
+    batches.append({"x": x, "y": y})
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     tx = optax.sgd(0.1)
     params = {"w": jnp.asarray(draw.normal(size=(5, 2)))}
-    state = init_state(params, tx.init(params), jax.random.key_data(jax.random.key(0)))
+    key = jax.random.key_data(jax.random.key(0))
+    state = init_state(params, tx.init(params), key)
     solo_step = build_train_step(build_gradients(SquaredError()), tx)
     mesh = build_mesh((num_replicas, 1, 1, 1, 1, 1), (1,) * 6, jax.devices()[:num_replicas])
-    outer = OuterOptimizer(LocalUpdatesConfig(1, diloco_outer_lr=1, diloco_outer_momentum=0), mesh)
+    cfg = LocalUpdatesConfig(1, diloco_outer_lr=1, diloco_outer_momentum=0)
+    outer = OuterOptimizer(cfg, mesh)
     step = jax.jit(outer.wrap_step(solo_step))
     local = outer.start(state)
     for batch in batches:
@@ -114,10 +130,14 @@ def with_sgd(**keys):
 
 def assert_close(params, expected, first):
   """Every leaf is where it is expected, within 2e-5 of its largest movement and rounding."""
-  for own, there, before in zip(*map(jax.tree.leaves, (params, expected, first)), strict=True):
+
+  def assert_leaf_close(own, there, before):
     moved = np.max(np.abs(there - before))
     assert moved > 0
-    np.testing.assert_allclose(own, there, rtol=0, atol=2e-5 * moved + 3e-7 * np.max(np.abs(there)))
+    largest = np.max(np.abs(there))
+    np.testing.assert_allclose(own, there, rtol=0, atol=2e-5 * moved + 3e-7 * largest)
+
+  jax.tree.map(assert_leaf_close, params, expected, first)
 
 
 @pytest.mark.parametrize(
@@ -142,37 +162,79 @@ def trainer(runs_folder):
   return trainer_with_shared_programs(config_of(**keys_in(runs_folder, **LOCAL)))
 
 
+class NesterovSteps:
+  """The outer steps of two replicas in NumPy, as in the paper."""
+
+  def __init__(self, params):
+    self.params = params
+    self.momentum = jax.tree.map(np.zeros_like, params)
+
+  def take(self, own_first, own_second):
+    """Take a step given the parameters of both replicas; returns the new parameters."""
+
+    def gradient_of(before, first, second):
+      return before - (first + second) / 2
+
+    def accumulate(momentum, gradient):
+      return MOMENTUM * momentum + gradient
+
+    def move(before, gradient, momentum):
+      return before - RATE * (gradient + MOMENTUM * momentum)
+
+    gradient = jax.tree.map(gradient_of, self.params, own_first, own_second)
+    self.momentum = jax.tree.map(accumulate, self.momentum, gradient)
+    return jax.tree.map(move, self.params, gradient, self.momentum)
+
+
+class SoloRun:
+  """A run on half of the rows, whose optimizer continues through outer steps."""
+
+  def __init__(self, trainer, rows):
+    self.trainer = trainer
+    self.rows = rows
+    self.state = trainer.init_state()
+
+  def step(self, batch):
+    half = jax.tree.map(lambda leaf: leaf[self.rows], batch)
+    self.state, _ = self.trainer.train_step(self.state, place(self.trainer, half))
+
+  @property
+  def params(self):
+    return jax.device_get(self.state.params)
+
+  def set_params(self, params):
+    placed = jax.device_put(params, self.trainer.state_shardings.params)
+    self.state = self.state.replace(params=placed)
+
+
 def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(trainer, runs_folder):
-  """Against solo runs on half of the rows, whose own optimizers continue through outer steps."""
   keys = keys_in(runs_folder, **RUN) | mesh_keys("fsdp=8") | {"global_batch_size": ROWS // 2}
-  solo = trainer_with_shared_programs(config_of(**keys))
+  solo_trainer = trainer_with_shared_programs(config_of(**keys))
+  solo_runs = [
+    SoloRun(solo_trainer, slice(0, ROWS // 2)),
+    SoloRun(solo_trainer, slice(ROWS // 2, ROWS)),
+  ]
   state = trainer.init_state()
-  alone = [solo.init_state() for _ in range(2)]
-  start = first = jax.device_get(state.params)
-  momentum = jax.tree.map(np.zeros_like, start)
+  first = jax.device_get(state.params)
+  outer = NesterovSteps(first)
   for n in range(1, 2 * PERIOD + 1):
     batch = full_batch(n)
     state, _ = trainer.train_step(state, place(trainer, batch))
-    for r, rows in enumerate((slice(0, ROWS // 2), slice(ROWS // 2, ROWS))):
-      half = jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
-      alone[r], _ = solo.train_step(alone[r], place(solo, half))
-    own = [jax.device_get(each.params) for each in alone]
+    params = jax.device_get(state.params)
+    for solo in solo_runs:
+      solo.step(batch)
     if n % PERIOD == 0:
-      gradient = jax.tree.map(lambda s, a, b: s - (a + b) / 2, start, *own)
-      momentum = jax.tree.map(lambda m, g: MOMENTUM * m + g, momentum, gradient)
-      expected = jax.tree.map(
-        lambda s, g, m: s - RATE * (g + MOMENTUM * m), start, gradient, momentum
-      )
-      start = jax.device_get(state.params)
-      assert_close(start, expected, first)
-      own = [start, start]
-      placed = [jax.device_put(start, solo.state_shardings.params) for _ in alone]
-      alone = [each.replace(params=params) for each, params in zip(alone, placed, strict=True)]
+      expected = outer.take(solo_runs[0].params, solo_runs[1].params)
+      assert_close(params, expected, first)
+      outer.params = params
+      for solo in solo_runs:
+        solo.set_params(params)
     else:
-      jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), start)
-    for r in range(2):
-      stacked = jax.device_get(state.opt_state.replicas.params)
-      assert_close(jax.tree.map(lambda leaf, r=r: leaf[r], stacked), own[r], first)
+      trees.assert_equal_leaves(params, outer.params)
+    replicas = jax.device_get(state.opt_state.replicas.params)
+    for r, solo in enumerate(solo_runs):
+      own = jax.tree.map(lambda leaf, r=r: leaf[r], replicas)
+      assert_close(own, solo.params, first)
   assert int(state.step) == 2 * PERIOD
 
 
@@ -189,14 +251,16 @@ def test_a_replica_that_is_not_finite_is_left_out_and_restarted(trainer):
   start = jax.device_get(state.params)
   state, metrics = trainer.train_step(state, place(trainer, full_batch(PERIOD)))
   assert metrics["skipped"] >= 1
-  replicas = jax.device_get(state.opt_state.replicas)
-  for leaf, stacked, before in zip(
-    *map(jax.tree.leaves, (jax.device_get(state.params), replicas.params, start)), strict=True
-  ):
+
+  def assert_restarted(leaf, replicas, before):
     assert np.all(np.isfinite(leaf))
     assert np.any(leaf != before)
-    for own in stacked:
+    for own in replicas:
       np.testing.assert_array_equal(own, leaf)
+
+  params = jax.device_get(state.params)
+  replicas = jax.device_get(state.opt_state.replicas.params)
+  jax.tree.map(assert_restarted, params, replicas, start)
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +277,10 @@ def test_a_run_stopped_within_a_period_resumes_bit_for_bit(local_run, folder):
   assert code == 128 + 15
   _, output = start(folder, **LOCAL)
   assert re.search("resuming from the checkpoint of step [45]", output)
-  assert logged(folder) == logged(local_run[0])
-  assert parameter_hash(output) == parameter_hash(local_run[1])
-  assert last_leaves(folder) == last_leaves(local_run[0])
+  whole_folder, whole_output = local_run
+  assert logged(folder) == logged(whole_folder)
+  assert parameter_hash(output) == parameter_hash(whole_output)
+  assert last_leaves(folder) == last_leaves(whole_folder)
 
 
 def last_leaves(folder):
@@ -225,19 +290,26 @@ def last_leaves(folder):
 
 
 def test_one_model_comes_out_which_loads_on_any_mesh(local_run):
-  cfg = config_of(**keys_in(local_run[0], **RUN | OUTER))
+  folder, output = local_run
+  cfg = config_of(**keys_in(folder, **RUN | OUTER))
   trainer, params, _, step = open_weights(cfg)
-  assert (step, trainer.mesh.shape["ensemble"]) == (2 * PERIOD, 1)
-  assert tree_hash(params)[:16] == parameter_hash(local_run[1])
+  assert step == 2 * PERIOD
+  assert trainer.mesh.shape["ensemble"] == 1
+  assert tree_hash(params)[:16] == parameter_hash(output)
 
 
 def test_the_plan_divides_what_replicas_exchange_by_the_period(trainer):
   target = PlanTarget(trainer, "cpu", slices={"ensemble": 2})
-  found = [c for c in estimate_collectives(target) if "ensemble" in c.mesh_axes]
-  assert all(c.between_slices for c in found)
-  shards = sum(math.prod(p.shape) / p.num_shards for p in trainer.parameter_shardings)
-  exchanged = sum(c.sent_bytes for c in found) * PERIOD
-  np.testing.assert_allclose(exchanged, 4 * shards, rtol=0.02)  # without the smallest arrays
+  sent_bytes = 0
+  for collective in estimate_collectives(target):
+    if "ensemble" in collective.mesh_axes:
+      assert collective.between_slices
+      sent_bytes += collective.sent_bytes
+  shard_size = 0
+  for placement in trainer.parameter_shardings:
+    shard_size += math.prod(placement.shape) / placement.num_shards
+  # Without the smallest arrays.
+  np.testing.assert_allclose(sent_bytes * PERIOD, 4 * shard_size, rtol=0.02)
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import re
 import jax
 import numpy as np
 import pytest
+import trees
 from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, take_steps, trainer_of
+from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
 from tiny import uneven_batch as batch_of
 
 from maxlite.evaluation.held_out import compile_eval_step
@@ -49,14 +50,24 @@ EPSILON = config_of(**KEYS).model.normalization_layer_epsilon
 
 def documents_of(batch):
   """(tokens, targets, weights) of every document of every row."""
+  documents = []
   for row, number in itertools.product(range(ROWS), range(1, LENGTH + 1)):
     places = batch.segment_BT[row] == number
     if np.any(places):
-      yield tuple(x[row, places] for x in (batch.tokens_BT, batch.targets_BT, batch.weight_BT))
+      tokens_T = batch.tokens_BT[row, places]
+      targets_T = batch.targets_BT[row, places]
+      weight_T = batch.weight_BT[row, places]
+      documents.append((tokens_T, targets_T, weight_T))
+  return documents
+
+
+def document_lengths(batch):
+  return [len(tokens_T) for tokens_T, _, _ in documents_of(batch)]
 
 
 def norm(x_TD, module):
-  return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + EPSILON) * module["scale"]
+  mean_square_T1 = np.mean(x_TD**2, axis=-1, keepdims=True)
+  return x_TD / np.sqrt(mean_square_T1 + EPSILON) * module["scale"]
 
 
 def rotate(x_THC):
@@ -69,34 +80,46 @@ def rotate(x_THC):
   return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
-def block(x_TD, params):
-  """A layer of Llama on one document."""
-  attention = params["attention"]
-  normed_TD = norm(x_TD, params["attention_norm"])
-  q_THC, k_TGC, v_TGC = (
-    np.einsum("td,dhc->thc", normed_TD, attention[name]["kernel"])
-    for name in ("query", "key", "value")
-  )
-  shared = q_THC.shape[1] // k_TGC.shape[1]
-  k_THC, v_THC = (np.repeat(each, shared, axis=1) for each in (rotate(k_TGC), v_TGC))
-  scores_HTS = np.einsum("thc,shc->hts", rotate(q_THC), k_THC) / np.sqrt(q_THC.shape[-1])
-  scores_HTS[:, np.triu(np.ones(scores_HTS.shape[1:], bool), 1)] = -np.inf
+def attend(x_TD, attention):
+  """Causal attention of one document."""
+  q_THC = np.einsum("td,dhc->thc", x_TD, attention["query"]["kernel"])
+  k_TGC = np.einsum("td,dgc->tgc", x_TD, attention["key"]["kernel"])
+  v_TGC = np.einsum("td,dgc->tgc", x_TD, attention["value"]["kernel"])
+  num_tokens, num_heads, num_channels = q_THC.shape
+  heads_per_group = num_heads // k_TGC.shape[1]
+  k_THC = np.repeat(rotate(k_TGC), heads_per_group, axis=1)
+  v_THC = np.repeat(v_TGC, heads_per_group, axis=1)
+  scores_HTS = np.einsum("thc,shc->hts", rotate(q_THC), k_THC) / np.sqrt(num_channels)
+  is_later_TS = np.triu(np.ones((num_tokens, num_tokens), bool), 1)
+  scores_HTS[:, is_later_TS] = -np.inf
   weight_HTS = np.exp(scores_HTS - scores_HTS.max(axis=-1, keepdims=True))
   weight_HTS /= weight_HTS.sum(axis=-1, keepdims=True)
   mixed_THC = np.einsum("hts,shc->thc", weight_HTS, v_THC)
-  x_TD = x_TD + np.einsum("thc,hcd->td", mixed_THC, attention["out"]["kernel"])
-  mlp = params["mlp"]
+  return np.einsum("thc,hcd->td", mixed_THC, attention["out"]["kernel"])
+
+
+def mlp(x_TD, module):
+  gate_TF = x_TD @ module["wi_0"]["kernel"]
+  up_TF = x_TD @ module["wi_1"]["kernel"]
+  hidden_TF = gate_TF / (1 + np.exp(-gate_TF)) * up_TF
+  return hidden_TF @ module["wo"]["kernel"]
+
+
+def block(x_TD, params):
+  """A layer of Llama on one document."""
+  normed_TD = norm(x_TD, params["attention_norm"])
+  x_TD = x_TD + attend(normed_TD, params["attention"])
   normed_TD = norm(x_TD, params["mlp_norm"])
-  gate_TF = normed_TD @ mlp["wi_0"]["kernel"]
-  hidden_TF = gate_TF / (1 + np.exp(-gate_TF)) * (normed_TD @ mlp["wi_1"]["kernel"])
-  return x_TD + hidden_TF @ mlp["wo"]["kernel"]
+  return x_TD + mlp(normed_TD, params["mlp"])
 
 
 def nll_sum(x_TD, params, targets_T, weight_T):
   logits_TV = x_TD @ params["unembed"]["kernel"]
   top_T = logits_TV.max(axis=-1)
-  partition_T = top_T + np.log(np.exp(logits_TV - top_T[:, None]).sum(axis=-1))
-  return np.sum(weight_T * (partition_T - logits_TV[np.arange(len(targets_T)), targets_T]))
+  e_TV = np.exp(logits_TV - top_T[:, None])
+  partition_T = top_T + np.log(e_TV.sum(axis=-1))
+  of_target_T = logits_TV[np.arange(len(targets_T)), targets_T]
+  return np.sum(weight_T * (partition_T - of_target_T))
 
 
 def reference(params, batch):
@@ -115,9 +138,10 @@ def reference(params, batch):
     for k in range(1, 1 + min(J, len(tokens_T) - 1)):
       module = params["mtp"][f"layers_{k - 1}"]
       last = len(tokens_T) - k
-      pair = [norm(embedding_TD[k:], module["embedding_norm"])]
-      pair.append(norm(h_TD[:last], module["hidden_norm"]))
-      projected_TD = np.concatenate(pair, axis=-1) @ module["projection"]["kernel"]
+      next_TD = norm(embedding_TD[k:], module["embedding_norm"])
+      hidden_TD = norm(h_TD[:last], module["hidden_norm"])
+      pair = np.concatenate([next_TD, hidden_TD], axis=-1)
+      projected_TD = pair @ module["projection"]["kernel"]
       h_TD = block(projected_TD, module["layer"])
       normed_TD = norm(h_TD, module["final_norm"])
       nll[k] += nll_sum(normed_TD, params, targets_T[k:], weight_T[k:])
@@ -128,14 +152,33 @@ def reference(params, batch):
 
 
 def draw_params(like, seed):
+  """Normal numbers; the scales of norms are around one."""
   draw = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: 0.5 * draw.standard_normal(x.shape) + (x.ndim == 1), like)
+
+  def draw_leaf(leaf):
+    numbers = 0.5 * draw.standard_normal(leaf.shape)
+    if leaf.ndim == 1:
+      return numbers + 1
+    return numbers
+
+  return jax.tree.map(draw_leaf, like)
+
+
+def only_in(module, tree):
+  """The tree with zeros in the leaves of other modules."""
+
+  def select(path, leaf):
+    if module in jax.tree_util.keystr(path):
+      return leaf
+    return np.zeros_like(leaf)
+
+  return jax.tree.map_with_path(select, tree)
 
 
 @pytest.mark.parametrize(
   "degrees", [slow({}), {"data": 2, "context": 2, "tensor": 2}, slow({"context": 4})], ids=str
 )
-def test_loss_and_gradients_equal_the_reference_in_float64(degrees):
+def test_loss_and_gradients_equal_the_reference_in_float64(trainer_of, degrees):
   trainer = trainer_of(**KEYS, **REPLICATED)
   batch = batch_of(0)
   sizes = [degrees.get(axis, 1) for axis in MESH_AXES]
@@ -161,70 +204,75 @@ def test_loss_and_gradients_equal_the_reference_in_float64(degrees):
   assert value == metrics["total_loss"]
   # Along a direction through each module, and along one through all.
   for module in (*params, *params["mtp"], ""):
-    direction = jax.tree.map_with_path(
-      lambda path, x, module=module: x * (module in jax.tree_util.keystr(path)),
-      draw_params(params, 1),
-    )
+    direction = only_in(module, draw_params(params, 1))
     slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, gradients, direction)))
-    away = (jax.tree.map(lambda x, d, h=h: x + h * d, params, direction) for h in (1e-5, -1e-5))
-    up, down = (reference(moved, batch)[0] for moved in away)
+    above = jax.tree.map(lambda x, d: x + 1e-5 * d, params, direction)
+    below = jax.tree.map(lambda x, d: x - 1e-5 * d, params, direction)
+    up, _ = reference(above, batch)
+    down, _ = reference(below, batch)
     np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6, err_msg=module)
 
 
 @pytest.fixture(scope="module")
-def replicated():
+def replicated(trainer_of):
+  """(state before, state after and metrics of two steps) where every device computes all."""
   trainer = trainer_of(**KEYS | DEEPSEEK, **REPLICATED)
   before = jax.device_get(trainer.init_state())
-  return before, *take_steps(trainer, before, [batch_of(0), batch_of(1)])
+  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
+  return before, after, rows
 
 
-def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(replicated):
+def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, replicated):
   """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
   before, expected, expected_rows = replicated
   keys = KEYS | DEEPSEEK | mesh_keys("data=2 context=2 expert=2")
   trainer = trainer_of(**keys, gradient_accumulation_steps=2)
   after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
-  for row, expected_row in zip(rows, expected_rows, strict=True):
-    assert row.keys() == expected_row.keys()
-    for name, value in expected_row.items():
-      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
-  for leaf, want in zip(*map(jax.tree.leaves, (after.params, expected.params)), strict=True):
-    np.testing.assert_allclose(leaf, want, rtol=1e-4, atol=1e-6)
+  assert_same_steps((after.params, rows), (expected.params, expected_rows))
+
+
+def bias_of(state, layer):
+  """The bias of the router of a layer of multi-token prediction."""
+  module = state.params["mtp"][f"layers_{layer}"]["layer"]
+  return module["moe"]["router"]["bias"]
 
 
 def test_the_experts_of_the_layers_are_balanced_too(replicated):
   before, after, rows = replicated
-  lengths = [len(tokens_T) for tokens_T, _, _ in documents_of(batch_of(0))]
+  lengths = document_lengths(batch_of(0))
   load_NE = rows[0]["expert_load"]
   assert len(load_NE) == 1 + J
   num_chosen = config_of(**KEYS | DEEPSEEK).model.moe.num_experts_per_tok
   for j in range(J):
-    assert np.sum(load_NE[1 + j]) == num_chosen * sum(max(n - 1 - j, 0) for n in lengths)
-    bias = after.params["mtp"][f"layers_{j}"]["layer"]["moe"]["router"]["bias"]
-    assert np.any(bias != before.params["mtp"][f"layers_{j}"]["layer"]["moe"]["router"]["bias"])
+    num_tokens = sum(max(length - 1 - j, 0) for length in lengths)
+    assert np.sum(load_NE[1 + j]) == num_chosen * num_tokens
+    assert np.any(bias_of(after, j) != bias_of(before, j))
 
 
 def test_every_parameter_of_the_layers_is_trained_and_only_norms_do_not_decay(replicated):
   before, after, _ = replicated
-  moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.params["mtp"], after.params["mtp"])
-  assert all(jax.tree.leaves(moved)), moved
+  for old, new in trees.leaf_pairs(before.params["mtp"], after.params["mtp"]):
+    assert np.any(old != new)
   decays = decay_mask(before.params)["mtp"]["layers_0"]
   assert decays["projection"]["kernel"]
   assert not decays["final_norm"]["scale"]
 
 
-def test_the_layers_change_no_other_initial_parameter(replicated):
+def test_the_layers_change_no_other_initial_parameter(trainer_of, replicated):
   without = trainer_of(**DEEPSEEK, **REPLICATED).init_state()
-  others = {name: leaf for name, leaf in replicated[0].params.items() if name != "mtp"}
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(without.params), others)
+  before, _, _ = replicated
+  others = dict(before.params)
+  del others["mtp"]
+  trees.assert_equal_leaves(without.params, others)
 
 
-def test_evaluation_reports_the_acceptance_of_every_layer():
+def test_evaluation_reports_the_acceptance_of_every_layer(trainer_of):
   trainer = trainer_of(**KEYS, **REPLICATED)
   batch = batch_of(0)
   params = jax.tree.map(np.float32, draw_params(trainer.abstract_state.params, 0))
-  sums = compile_eval_step(trainer, np.ones(VOCAB, np.int32))(params, place(trainer, batch))
-  lengths = [len(tokens_T) for tokens_T, _, _ in documents_of(batch)]
+  eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
+  sums = eval_step(params, place(trainer, batch))
+  lengths = document_lengths(batch)
   for j, count in enumerate(sums["draft"]["drafts_J"]):
     # The last token of a document has no target.
     assert count == sum(max(length - 2 - j, 0) for length in lengths)
@@ -242,13 +290,10 @@ def test_flops_equal_those_of_the_compiled_step(trained):
     "phases": f"[{{name: all, train: ['{trained}'], steps: 1}}]",
   }
   trainer = build_trainer(config_of(**KEYS | keys, **mesh_keys("")), jax.devices()[:1])
-  flops = train_flops(
-    trainer.cfg.model,
-    trainer.parameter_sizes,
-    trainer.batch_shape,
-    [path for path in trainer.parameter_sizes if re.fullmatch(trained, path)],
-    drafts=True,
-  )
+  sizes = trainer.parameter_sizes
+  trained_paths = [path for path in sizes if re.fullmatch(trained, path)]
+  flops = train_flops(trainer.cfg.model, sizes, trainer.batch_shape, trained_paths, drafts=True)
   assert trainer.flops_per_step == [flops.total]
-  compiled = matmul_flops(parse(trainer.lower_step(0).compile().as_text())).total
+  module = parse(trainer.lower_step(0).compile().as_text())
+  compiled = matmul_flops(module).total
   assert compiled == pytest.approx(flops.total + flops.attention, rel=0.02)

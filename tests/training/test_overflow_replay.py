@@ -16,7 +16,8 @@ from maxlite.data.batch import Batch
 from maxlite.layers.moe import receive_buffer
 from maxlite.training.trainer import Trainer, build_trainer
 
-LENGTH, VOCAB = 32, 264
+LENGTH = 32
+VOCAB = 264
 KEYS = {
   "decoder_block": "mixtral",
   "sparse_matmul": True,
@@ -97,8 +98,8 @@ def assert_same_bits(got: object, want: object) -> None:
   ],
 )
 def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, keys, capfd):
-  precision = float64() if dtype == "float64" else contextlib.nullcontext()
-  with precision:
+  precisions = {"float32": contextlib.nullcontext, "float64": float64}
+  with precisions[dtype]():
     keys = keys | mesh_keys(mesh)
     state, metrics = train(build(dtype, **keys, ragged_buffer_factor=FACTOR))
     expected, expected_metrics = train(build(dtype, **keys))

@@ -1,14 +1,12 @@
 """Routers' biases follow their rule for the global load, bitwise equal on every mesh."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from slow_cases import slow
-from tiny import config_of, mesh_keys, place, state_on, take_steps, trainer_of, uneven_batch
+from tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
 
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
@@ -27,11 +25,18 @@ MESHES = ("fsdp=8", "data=2 context=2 tensor=2", "expert=4 fsdp=2")
 BATCHES = [uneven_batch(seed) for seed in range(3)]
 
 
-@functools.cache
-def first_state():
-  """With nonzero biases, to detect weight decay."""
-  state = jax.device_get(trainer_of(**mesh_keys(MESHES[0]), **KEYS).init_state())
-  return with_bias(state, 0.05 * np.random.default_rng(0).normal(size=bias_of(state).shape))
+@pytest.fixture(scope="module")
+def trainer(trainer_of):
+  return trainer_of(**mesh_keys(MESHES[0]), **KEYS)
+
+
+@pytest.fixture(scope="module")
+def before(trainer):
+  """The first state on the host, with nonzero biases, to detect weight decay."""
+  state = jax.device_get(trainer.init_state())
+  draw = np.random.default_rng(0)
+  bias_NE = 0.05 * draw.normal(size=bias_of(state).shape)
+  return with_bias(state, bias_NE)
 
 
 def bias_of(state):
@@ -47,31 +52,41 @@ def with_bias(state, bias_NE):
 def expected_bias(bias_NE, rows):
   """The rule in numpy, from the reported loads."""
   for row in rows:
-    count_NE = row["expert_load"]
-    short_NE = np.sign(count_NE.mean(-1, keepdims=True) - count_NE)
-    bias_NE = bias_NE + np.float32(RATE) * short_NE.astype(np.float32)
+    bias_NE = bias_NE + bias_step(row["expert_load"])
   return bias_NE
 
 
-@functools.cache
-def three_steps(mesh=MESHES[0], **keys):
-  return take_steps(trainer_of(**mesh_keys(mesh), **KEYS, **keys), first_state(), BATCHES)
+def bias_step(count_NE):
+  """How far biases move, up for experts with less than the mean load of their layer."""
+  mean_N1 = count_NE.mean(-1, keepdims=True)
+  direction_NE = np.sign(mean_N1 - count_NE)
+  return np.float32(RATE) * direction_NE.astype(np.float32)
 
 
-def test_bias_increases_for_underloaded_experts():
-  state, rows = three_steps()
-  np.testing.assert_array_equal(bias_of(state), expected_bias(bias_of(first_state()), rows))
-  assert bias_of(state).dtype == np.float32
-  moved_NE = bias_of(state) - bias_of(first_state())
-  assert (np.abs(moved_NE) > 2 * RATE).any()
-  assert all(row["expert_load"].sum() == 2 * row["expert_load"][0].sum() for row in rows)
+@pytest.fixture(scope="module")
+def three_steps(trainer, before):
+  """(state, metrics of each step)."""
+  return take_steps(trainer, before, BATCHES)
+
+
+def test_bias_increases_for_underloaded_experts(before, three_steps):
+  state, rows = three_steps
+  bias_NE = bias_of(state)
+  old_bias_NE = bias_of(before)
+  np.testing.assert_array_equal(bias_NE, expected_bias(old_bias_NE, rows))
+  assert bias_NE.dtype == np.float32
+  assert (np.abs(bias_NE - old_bias_NE) > 2 * RATE).any()
+  for row in rows:
+    load_N = row["expert_load"].sum(axis=1)
+    assert load_N.shape == (2,)
+    assert load_N[0] == load_N[1]
 
 
 @pytest.mark.parametrize("mesh", [MESHES[1], slow(MESHES[2])])
-def test_bias_is_bitwise_equal_on_every_mesh_and_device(mesh):
-  expected, _ = three_steps()
+def test_bias_is_bitwise_equal_on_every_mesh_and_device(trainer_of, before, three_steps, mesh):
+  expected, _ = three_steps
   trainer = trainer_of(**mesh_keys(mesh), **KEYS)
-  state = state_on(trainer, first_state())
+  state = state_on(trainer, before)
   for batch in BATCHES:
     state, _ = trainer.train_step(state, place(trainer, batch))
   shards = bias_of(state).addressable_shards
@@ -80,10 +95,11 @@ def test_bias_is_bitwise_equal_on_every_mesh_and_device(mesh):
     np.testing.assert_array_equal(shard.data, bias_of(expected))
 
 
-def test_micro_batches_share_one_load():
-  keys = {"gradient_accumulation_steps": 4, "load_balance_loss_scope": "sequence"}
-  state, rows = three_steps("fsdp=4 tensor=2", **keys)
-  expected, expected_rows = three_steps()
+def test_micro_batches_share_one_load(trainer_of, before, three_steps):
+  keys = KEYS | {"gradient_accumulation_steps": 4, "load_balance_loss_scope": "sequence"}
+  trainer = trainer_of(**mesh_keys("fsdp=4 tensor=2"), **keys)
+  state, rows = take_steps(trainer, before, BATCHES)
+  expected, expected_rows = three_steps
   for row, expected_row in zip(rows, expected_rows, strict=True):
     np.testing.assert_array_equal(row["expert_load"], expected_row["expert_load"])
   np.testing.assert_array_equal(bias_of(state), bias_of(expected))
@@ -100,7 +116,8 @@ def test_no_optimizer_updates_parameters_without_gradient(opt_type):
   state = tx.init(params)
   now = params
   for _ in range(3):
-    gradient = {"kernel": np.float32(draw.normal(size=(8, 4))), "bias": np.zeros(4, np.float32)}
+    kernel = np.float32(draw.normal(size=(8, 4)))
+    gradient = {"kernel": kernel, "bias": np.zeros(4, np.float32)}
     with jax.numpy_dtype_promotion("standard"):
       updates, state = tx.update({"router": gradient}, state, now)
     now = optax.apply_updates(now, updates)
@@ -108,31 +125,31 @@ def test_no_optimizer_updates_parameters_without_gradient(opt_type):
   assert (now["router"]["kernel"] != params["router"]["kernel"]).all()
 
 
-def test_skipped_step_leaves_the_bias_unchanged():
-  trainer = trainer_of(**mesh_keys(MESHES[0]), **KEYS)
+def test_skipped_step_leaves_the_bias_unchanged(trainer, before):
   weight_BT = BATCHES[0].weight_BT.copy()
   weight_BT[0, 0] = np.nan
-  state, (row,) = take_steps(trainer, first_state(), [BATCHES[0].replace(weight_BT=weight_BT)])
+  bad = BATCHES[0].replace(weight_BT=weight_BT)
+  state, (row,) = take_steps(trainer, before, [bad])
   assert row["skipped"] == 1
   assert row["expert_load"].std() > 0
-  np.testing.assert_array_equal(bias_of(state), bias_of(first_state()))
+  np.testing.assert_array_equal(bias_of(state), bias_of(before))
 
 
 def test_unstacked_layers_are_matched_in_order():
   """With twelve layers, where layers_10 sorts before layers_2, and dense layers between."""
   count_NE = np.random.default_rng(0).integers(0, 9, (7, 4)).astype(np.float32)
-  apart = {f"layers_{i}": {"mlp": {"bias": np.zeros(3)}} for i in range(13)}
-  for layer in range(0, 13, 2):
-    apart[f"layers_{layer}"] = {"moe": {"router": {"bias": np.zeros(4, np.float32)}}}
-  moved = move_routed_biases(apart, count_NE, RATE)
+  unstacked = {f"layers_{i}": {"mlp": {"bias": np.zeros(3)}} for i in range(13)}
+  with_experts = [f"layers_{i}" for i in range(0, 13, 2)]
+  for name in with_experts:
+    unstacked[name] = {"moe": {"router": {"bias": np.zeros(4, np.float32)}}}
+  moved = move_routed_biases(unstacked, count_NE, RATE)
   stacked = {"layers": {"moe": {"router": {"bias": np.zeros((7, 4), np.float32)}}}}
-  expected_NE = move_routed_biases(stacked, count_NE, RATE)["layers"]["moe"]["router"]["bias"]
-  for n, layer in enumerate(range(0, 13, 2)):
-    got_E = moved[f"layers_{layer}"]["moe"]["router"]["bias"]
-    np.testing.assert_array_equal(got_E, expected_NE[n])
+  moved_stacked = move_routed_biases(stacked, count_NE, RATE)
+  expected_NE = bias_step(count_NE)
+  np.testing.assert_array_equal(moved_stacked["layers"]["moe"]["router"]["bias"], expected_NE)
+  for name, expected_E in zip(with_experts, expected_NE, strict=True):
+    np.testing.assert_array_equal(moved[name]["moe"]["router"]["bias"], expected_E)
   np.testing.assert_array_equal(moved["layers_1"]["mlp"]["bias"], 0)
-  short_NE = np.sign(count_NE.mean(-1, keepdims=True) - count_NE)
-  np.testing.assert_array_equal(expected_NE, np.float32(RATE) * short_NE.astype(np.float32))
 
 
 def test_load_becomes_balanced():
@@ -141,17 +158,22 @@ def test_load_becomes_balanced():
   router = Router(build(MoeConfig, values), jnp.dtype(jnp.float32))
   draw = np.random.default_rng(0)
   x_BTD = draw.normal(size=(8, 32, 6)).astype(np.float32) + 1
-  kernel_DE = draw.normal(size=(6, 8)).astype(np.float32) - np.linspace(-0.3, 0.3, 8)[None]
+  segment_BT = np.ones((8, 32), np.int32)
+  preference_E = np.linspace(0.3, -0.3, 8)
+  kernel_DE = draw.normal(size=(6, 8)) + preference_E[None]
 
   @jax.jit
   def step(params):
-    sums = router.apply({"params": params["router"]}, x_BTD, np.ones((8, 32), np.int32)).sums
-    return move_routed_biases(params, sums.count_E[None], 0.01), sums.count_E
+    routing = router.apply({"params": params["router"]}, x_BTD, segment_BT)
+    count_E = routing.sums.count_E
+    return move_routed_biases(params, count_E[None], 0.01), count_E
 
   params = {"router": {"kernel": kernel_DE.astype(np.float32), "bias": np.zeros(8, np.float32)}}
   loads = []
   for _ in range(200):
     params, load_E = step(params)
     loads.append(np.asarray(load_E))
-  assert loads[0].max() > 2 * loads[0].mean()
-  assert np.mean(loads[-10:], axis=0).max() < 1.1 * loads[0].mean()
+  first_E = loads[0]
+  last_E = np.mean(loads[-10:], axis=0)
+  assert first_E.max() > 2 * first_E.mean()
+  assert last_E.max() < 1.1 * first_E.mean()

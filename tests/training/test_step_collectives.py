@@ -2,7 +2,7 @@
 
 import pytest
 from slow_cases import slow
-from tiny import mesh_keys, trainer_of
+from tiny import mesh_keys
 
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device
@@ -10,7 +10,7 @@ from maxlite.planning.plan_run import compile_step
 
 
 @pytest.mark.parametrize("decoder_block", ["mixtral", slow("llama")])
-def test_slices_reduce_accumulated_gradients_once(decoder_block):
+def test_slices_reduce_accumulated_gradients_once(trainer_of, decoder_block):
   trainer = trainer_of(
     decoder_block=decoder_block,
     gradient_accumulation_steps=4,
