@@ -20,6 +20,14 @@ def arguments_of(keys: dict[str, object]) -> list[str]:
   return [f"{name}={value}" for name, value in keys.items()]
 
 
+def children(process: int) -> list[int]:
+  """The ids of the processes that a process has started."""
+  found = []
+  for path in Path(f"/proc/{process}/task").glob("*/children"):
+    found += [int(child) for child in path.read_text().split()]
+  return found
+
+
 class Launch:
   """A launch with its output and processes.
 

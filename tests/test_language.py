@@ -3,7 +3,7 @@
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +31,7 @@ BANNED = {
 PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 
 
-def _files(*suffixes: str) -> list[Path]:
+def _files(suffixes: Iterable[str]) -> list[Path]:
   paths = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "setup.py", ROOT / "pyproject.toml"]
   for folder in ("maxlite", "tests", "tools", "docs", "configs"):
     paths += (ROOT / folder).rglob("*")
@@ -74,7 +74,7 @@ READERS = {
 
 def test_no_banned_phrase():
   found = []
-  for path in _files(*READERS):
+  for path in _files(READERS):
     read = READERS[path.suffix]
     for number, line in read(path.read_text("utf-8")):
       for match in PATTERN.finditer(line):

@@ -64,6 +64,13 @@ def test_launchers_are_read_from_the_environment(environment, launch):
   assert read_environment(environment) == launch
 
 
+def hosts_config(keys):
+  address, num_processes, process_id = keys
+  return HostsConfig(
+    coordinator_address=address, num_processes=num_processes, process_id=process_id
+  )
+
+
 @pytest.mark.parametrize(
   ("keys", "launch", "spec"),
   [
@@ -78,7 +85,7 @@ def test_launchers_are_read_from_the_environment(environment, launch):
   ],
 )
 def test_keys_override_the_environment(keys, launch, spec):
-  assert resolve_process(HostsConfig(*keys), launch) == spec
+  assert resolve_process(hosts_config(keys), launch) == spec
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_keys_override_the_environment(keys, launch, spec):
 )
 def test_an_incomplete_process_spec_is_an_error(keys, launch, message):
   with pytest.raises(UserError, match=re.escape(message)):
-    resolve_process(HostsConfig(*keys), launch)
+    resolve_process(hosts_config(keys), launch)
 
 
 class Cluster:
@@ -176,15 +183,14 @@ except ValueError as error:
 def test_a_missing_process_of_a_detected_cluster_is_named_on_all():
   address = free_address()
   command = [sys.executable, "-c", FOUND_BY_JAX, address]
-  running = [
-    subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in ("0", "2")
-  ]
+  running = []
+  for rank in ("0", "2"):
+    running.append(subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True))
   for process in running:
-    written = process.communicate(timeout=120)[1].splitlines()
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert written[-1].startswith(
-      f"1 of 3 processes did not connect to coordinator_address={address}"
-    )
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"1 of 3 processes did not connect to coordinator_address={address}")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def free_address():
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def rendezvous_of(*specs, timeout=10.0):
+def rendezvous_of(specs, timeout=10.0):
   """For each process, its peers or its exception."""
   with concurrent.futures.ThreadPoolExecutor(len(specs)) as pool:
     futures = [pool.submit(rendezvous, spec, timeout) for spec in specs]
@@ -226,12 +232,17 @@ def rendezvous_of(*specs, timeout=10.0):
 def test_all_connect_to_process_0_and_the_port_is_free_again():
   address = free_address()
   for _ in range(2):
-    found = rendezvous_of(*(ProcessSpec(address, 3, n) for n in (2, 0, 1)))
-    assert [sorted(peers) for peers in found] == [[0], [1, 2], [0]]
-    for peer in (1, 2):  # each has a separate connection
-      found[1][peer].sendall(str(peer).encode())
-    assert [found[n][0].recv(1) for n in (2, 0)] == [b"1", b"2"]
-    for peers in found:
+    specs = [ProcessSpec(address, 3, rank) for rank in (2, 0, 1)]
+    of_2, of_0, of_1 = rendezvous_of(specs)
+    assert sorted(of_0) == [1, 2]
+    assert sorted(of_1) == [0]
+    assert sorted(of_2) == [0]
+    # Each has a separate connection.
+    of_0[1].sendall(b"1")
+    of_0[2].sendall(b"2")
+    assert of_1[0].recv(1) == b"1"
+    assert of_2[0].recv(1) == b"2"
+    for peers in (of_0, of_1, of_2):
       for connection in peers.values():
         connection.close()
 
@@ -247,8 +258,9 @@ def test_all_connect_to_process_0_and_the_port_is_free_again():
 )
 def test_an_inconsistent_rendezvous_fails_on_all_in_time(ranks, message):
   address = free_address()
+  specs = [ProcessSpec(address, num_processes, rank) for num_processes, rank in ranks]
   began = time.monotonic()
-  for error in rendezvous_of(*(ProcessSpec(address, *rank) for rank in ranks), timeout=1.0):
+  for error in rendezvous_of(specs, timeout=1.0):
     assert isinstance(error, UserError)
     assert message in str(error)
   assert time.monotonic() - began < 5
@@ -264,12 +276,12 @@ def connect(address):
 
 
 WRONG_PROOF = b"2 1 " + b"0" * 64 + b" " + b"0" * 64 + b"\n"
+# (what a stranger sends, the answer after the challenge).
 STRANGERS = (
-  b"GET / HTTP/1.1\n",
-  b'{"process_id": 1}\n',
-  b"[" * 4096,
-  WRONG_PROOF,
-  b"no line",  # and nothing more, while the connection stays open
+  (b"GET / HTTP/1.1\n", []),
+  (b'{"process_id": 1}\n', []),
+  (b"[" * 4096, []),
+  (WRONG_PROOF, [b"refused"]),
 )
 
 
@@ -278,16 +290,18 @@ def test_strangers_are_ignored_and_delay_nothing():
   began = time.monotonic()
   with concurrent.futures.ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as strangers:
     first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 60.0, "secret")
-    for text in STRANGERS:
+    for text, answer in STRANGERS:
       stranger = strangers.enter_context(connect(address))
       stranger.sendall(text)
-      if text != STRANGERS[-1]:
-        answers = stranger.makefile("rb").read().splitlines()[1:]  # after the challenge
-        assert answers == ([b"refused"] if text == WRONG_PROOF else [])
+      _challenge, *answers = stranger.makefile("rb").read().splitlines()
+      assert answers == answer
+    silent = strangers.enter_context(connect(address))
+    silent.sendall(b"no line")  # and nothing more, while the connection stays open
     second = pool.submit(rendezvous, ProcessSpec(address, 2, 1), 60.0, "secret")
-  assert (list(first.result()), list(second.result())) == ([1], [0])
-  for peers in (first.result(), second.result()):
-    peers.popitem()[1].close()
+  assert list(first.result()) == [1]
+  assert list(second.result()) == [0]
+  first.result()[1].close()
+  second.result()[0].close()
   assert time.monotonic() - began < 5
 
 
@@ -323,9 +337,11 @@ def test_process_0_listens_on_the_address_of_the_coordinator_only():
 def test_all_interfaces_only_if_the_address_is_none_of_this_host(
   address, found, bound, monkeypatch
 ):
-  family = socket.AF_INET6 if ":" in found else socket.AF_INET
-  found = [(family, socket.SOCK_STREAM, 0, "", (found, 0))]
-  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+  family = socket.AF_INET
+  if ":" in found:
+    family = socket.AF_INET6
+  infos = [(family, socket.SOCK_STREAM, 0, "", (found, 0))]
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
   assert bind_address(ProcessSpec(address, 2, 0)) == bound
 
 
@@ -338,7 +354,7 @@ def test_a_port_in_use_is_an_error():
 
 def test_a_reason_arrives_from_a_process_that_exits_with_unread_messages():
   address = free_address()
-  first, second = rendezvous_of(*(ProcessSpec(address, 2, n) for n in (0, 1)))
+  first, second = rendezvous_of([ProcessSpec(address, 2, 0), ProcessSpec(address, 2, 1)])
   Heartbeat(0, first, 60.0)  # not started
   with second[0] as peer:
     with first[1] as connection:
@@ -378,20 +394,23 @@ with Heartbeat(rank, peers, 1.5) as heartbeat:
 """
 
 
-def processes(*acts):
-  """(exit code, stderr) of processes with these actions; a stopped one is killed."""
+def processes(acts):
+  """{rank: (exit code, stderr)} of processes with these actions; a stopped one is killed."""
   address = free_address()
   command = [sys.executable, "-c", PROCESS, address, str(len(acts))]
-  running = [
-    subprocess.Popen([*command, str(rank), act], stderr=subprocess.PIPE, text=True)
-    for rank, act in enumerate(acts)
-  ]
-  ended = [None] * len(acts)
-  for rank in sorted(range(len(acts)), key=lambda rank: acts[rank] == "stop"):
-    if acts[rank] == "stop":
-      running[rank].kill()
-    written = running[rank].communicate(timeout=30)[1]
-    ended[rank] = (running[rank].returncode, written)
+  running = {}
+  for rank, act in enumerate(acts):
+    arguments = [*command, str(rank), act]
+    running[rank] = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+  stopped = [rank for rank, act in enumerate(acts) if act == "stop"]
+  others = [rank for rank, act in enumerate(acts) if act != "stop"]
+  ended = {}
+  for rank in (*others, *stopped):
+    process = running[rank]
+    if rank in stopped:
+      process.kill()
+    _, errors = process.communicate(timeout=30)
+    ended[rank] = (process.returncode, errors)
   return ended
 
 
@@ -407,20 +426,25 @@ LOST = {
 @pytest.mark.parametrize(("act", "lost"), [("kill", 0), ("stop", 2), ("fail", 0), ("refuse", 2)])
 def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
   code, message = LOST[act]
-  lost = 2 - lost if other else lost
+  if other:
+    lost = 2 - lost
   acts = ["work"] * 3
   acts[lost] = act
-  ended = processes(*acts)
-  assert ended.pop(lost)[0] == code
-  for survivor, (exit_code, written) in zip([n for n in range(3) if n != lost], ended, strict=True):
+  ended = processes(acts)
+  exit_code, _ = ended.pop(lost)
+  assert exit_code == code
+  for survivor, (exit_code, errors) in ended.items():
     assert exit_code == EXIT_PEER_LOST
-    assert written.startswith(f"process {survivor} exits: {message.format(lost)}")
-    assert written.count("\n") == 1
+    assert errors.startswith(f"process {survivor} exits: {message.format(lost)}")
+    assert errors.count("\n") == 1
+
+
+ALL_FINISHED = {0: (0, ""), 1: (0, ""), 2: (0, "")}
 
 
 def test_values_are_gathered_in_order_of_process_id():
-  assert processes("gather", "gather", "gather") == [(0, "")] * 3
+  assert processes(["gather", "gather", "gather"]) == ALL_FINISHED
 
 
 def test_a_finished_process_may_exit_before_the_others():
-  assert processes("end", "late", "end") == [(0, "")] * 3
+  assert processes(["end", "late", "end"]) == ALL_FINISHED

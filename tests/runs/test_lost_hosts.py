@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import ROOT, Launch, arguments_of, run
+from host_runs import ROOT, Launch, arguments_of, children, run
 from test_many_hosts import LAST_BITS, LIGHT, largest_difference
 from tiny import KEYS
 from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
@@ -135,14 +135,6 @@ def test_no_process_outlives_a_killed_launcher(folder):
   while any(is_running(process) for process in processes) and time.monotonic() < deadline:
     time.sleep(0.1)
   assert not [process for process in processes if is_running(process)]
-
-
-def children(process):
-  """The ids of the processes that a process has started."""
-  found = []
-  for path in Path(f"/proc/{process}/task").glob("*/children"):
-    found += [int(child) for child in path.read_text().split()]
-  return found
 
 
 def is_running(process):

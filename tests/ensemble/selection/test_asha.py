@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from host_runs import arguments_of, children
 from test_ensemble_run import ALIKE, SIZES, TINY, checksums, config, rows_of
 from tiny import KEYS, fast_compilation
 from tiny_run import Output
@@ -40,56 +42,88 @@ def algorithm_2(losses, eta):
   return f"m{len(losses[0])}", 0
 
 
-def simulate(draw, num_members, eta, num_rungs, num_workers, loss_of, on_job=lambda losses, job: 0):
-  """The results by rung of workers whose jobs end in a random order."""
-  losses, running = [{} for _ in range(num_rungs)], []
-  names = [f"m{n}" for n in range(num_members)]
-  while True:
-    while len(running) < num_workers and (job := next_job(names, losses, eta)):
+class Simulation(NamedTuple):
+  """A search whose jobs end in a random order."""
+
+  draw: random.Random
+  num_members: int
+  eta: int
+  num_rungs: int
+  num_workers: int
+
+  def run(self, loss_of, on_job=None):
+    """The losses of members by rung; `on_job` receives those at the start of a job, and the job."""
+    losses = [{} for _ in range(self.num_rungs)]
+    running = []
+    while True:
+      while len(running) < self.num_workers:
+        job = self.start_job(losses, on_job)
+        if job is None:
+          break
+        running.append(job)
+      if not running:
+        return losses
+      name, rung = running.pop(self.draw.randrange(len(running)))
+      losses[rung][name] = loss_of(name, rung)
+
+  def start_job(self, losses, on_job):
+    """The next job, if there is one."""
+    names = [f"m{n}" for n in range(self.num_members)]
+    job = next_job(names, losses, self.eta)
+    if not job:
+      return None
+    if on_job is not None:
       on_job(losses, job)
-      name, rung = job
-      assert name not in losses[rung]  # promoted once
-      assert not rung or math.isfinite(losses[rung - 1][name])
-      losses[rung][name] = None
-      running.append(job)
-    if not running:
-      return losses
-    name, rung = running.pop(draw.randrange(len(running)))
-    losses[rung][name] = loss_of(name, rung)
+    name, rung = job
+    assert name not in losses[rung]  # promoted once
+    if rung > 0:
+      assert math.isfinite(losses[rung - 1][name])
+    losses[rung][name] = None
+    return job
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_jobs_are_those_of_the_papers_algorithm_2(seed):
-  draw, jobs = random.Random(seed), []
+  draw = random.Random(seed)
+  eta = draw.randint(2, 4)
+  num_workers = draw.randint(1, 5)
+  num_rungs = draw.randint(2, 4)
+  rungs = set()
 
   def compare(losses, job):
     if len(losses[0]) < 40:  # while there are new members
       assert job == algorithm_2(losses, eta)
-      jobs.append(job)
+      _, rung = job
+      rungs.add(rung)
 
-  eta, workers = draw.randint(2, 4), draw.randint(1, 5)
-  simulate(draw, 40, eta, draw.randint(2, 4), workers, lambda *_: draw.random(), compare)
-  assert {rung for _, rung in jobs} >= {0, 1}
+  simulation = Simulation(draw, 40, eta, num_rungs, num_workers)
+  simulation.run(lambda *_: draw.random(), compare)
+  assert rungs >= {0, 1}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_member_reaches_the_end_and_one_in_eta_is_promoted(seed):
   draw = random.Random(seed)
-  number, eta, rungs = draw.randint(1, 30), draw.randint(2, 4), draw.randint(2, 4)
-  final = {f"m{n}": draw.random() for n in range(number)}
+  num_members = draw.randint(1, 30)
+  eta = draw.randint(2, 4)
+  num_rungs = draw.randint(2, 4)
+  final = {f"m{n}": draw.random() for n in range(num_members)}
   diverging = {name for name in final if draw.random() < 0.2}
 
   def loss_of(name, rung):
-    return math.inf if rung and name in diverging else final[name] - rung
+    if rung and name in diverging:
+      return math.inf
+    return final[name] - rung
 
-  losses = simulate(draw, number, eta, rungs, draw.randint(1, 4), loss_of)
+  num_workers = draw.randint(1, 4)
+  losses = Simulation(draw, num_members, eta, num_rungs, num_workers).run(loss_of)
   assert set(losses[0]) == set(final)
-  stable = [name for name in final if name not in diverging]
-  if stable and not diverging:
+  stable = final.keys() - diverging
+  if not diverging:
     assert min(final, key=final.get) in losses[-1]
   assert any(map(math.isfinite, losses[-1].values())) == bool(stable)
   # With one worker and members in the order of their losses, as many as if rungs were synchronous.
-  ordered = simulate(draw, eta**3, eta, 4, 1, lambda name, rung: int(name[1:]))
+  ordered = Simulation(draw, eta**3, eta, 4, 1).run(lambda name, rung: int(name[1:]))
   assert [len(rung) for rung in ordered] == [eta**3, eta**2, eta, 1]
 
 
@@ -98,10 +132,11 @@ class Schedule:
 
   def __init__(self, folder: Path, steps=STEPS, number=5):
     members = ", ".join(f"{{learning_rate: {n + 1}e-3}}" for n in range(number))
-    self.members = [MemberRun(m, print) for m in members_of(config(folder, f"[{members}]"))]
-    journal = folder / "ens" / JOURNAL
-    self.lines, self.journal = [], journal
-    self.halving = AsynchronousHalving(self.members, steps, 2, journal, self.lines.append)
+    cfg = config(folder, f"[{members}]")
+    self.members = [MemberRun(member, print) for member in members_of(cfg)]
+    self.journal = folder / "ens" / JOURNAL
+    self.lines = []
+    self.halving = AsynchronousHalving(self.members, steps, 2, self.journal, self.lines.append)
 
   def train(self, name: str, step: int) -> None:
     (member,) = (member for member in self.members if member.name == name)
@@ -121,7 +156,15 @@ class Schedule:
     return done
 
   def decisions(self) -> list[dict]:
-    return [{k: v for k, v in row.items() if k != "time"} for row in read_rows(self.journal)]
+    return decisions_in(self.journal)
+
+
+def decisions_in(journal: Path) -> list[dict]:
+  """The rows of a journal without their times."""
+  rows = read_rows(journal)
+  for row in rows:
+    row.pop("time", None)
+  return rows
 
 
 def test_a_schedule_interrupted_at_any_job_repeats_no_decision_and_no_result(tmp_path):
@@ -142,7 +185,8 @@ def test_a_schedule_interrupted_at_any_job_repeats_no_decision_and_no_result(tmp
 
 
 def test_idle_workers_wait_for_results_and_end_with_the_last(tmp_path):
-  schedule, jobs = Schedule(tmp_path, number=2), []
+  schedule = Schedule(tmp_path, number=2)
+  jobs = []
 
   def work() -> None:
     for name, step in schedule.halving.jobs():
@@ -177,21 +221,24 @@ def root(tmp_path_factory):
 
 def train_in_process(folder: Path, interrupt_at: int = 0) -> list[tuple[str, int]]:
   """Run the jobs one after another, as a worker does; the job `interrupt_at` is stopped in it."""
-  cfg, jobs = config(folder, MEMBERS), []
+  cfg = config(folder, MEMBERS)
   members = [MemberRun(member, print) for member in members_of(cfg)]
   journal = folder / "ens" / JOURNAL
   halving = AsynchronousHalving(members, STEPS, 2, journal, lambda line: None)
+  jobs = []
   with contextlib.closing(halving.jobs()) as queue:
     for name, step in queue:
       jobs.append((name, step))
-      stops = len(jobs) == interrupt_at
-      output = Output(at=step - 1, number=signal.SIGTERM) if stops else Output()
+      output = Output()
+      expected_code = 0
+      if len(jobs) == interrupt_at:
+        output = Output(at=step - 1, number=signal.SIGTERM)
+        expected_code = 128 + signal.SIGTERM
       with contextlib.redirect_stdout(output):
         code = run_ensemble(cfg, [name], 0, step)
-      if stops:
-        assert code == 128 + signal.SIGTERM
+      assert code == expected_code
+      if code != 0:
         break
-      assert code == 0
   return jobs
 
 
@@ -202,9 +249,9 @@ def test_members_that_pause_equal_solo_runs_also_after_an_interruption(root):
   stopped = train_in_process(root / "stopped", interrupt_at=len(jobs))
   assert stopped == jobs
   assert train_in_process(root / "stopped") == jobs[-1:]
-  cfg = next(m.config for m in members_of(config(root / "solo", MEMBERS)) if m.name == finished)
+  solo = {member.name: member for member in members_of(config(root / "solo", MEMBERS))}
   with contextlib.redirect_stdout(Output()):
-    assert run_training(cfg) == 0
+    assert run_training(solo[finished].config) == 0
   rows = rows_of(root / "whole", finished)
   assert rows == rows_of(root / "stopped", finished)
   for row, expected in zip(rows, rows_of(root / "solo", finished), strict=True):
@@ -224,19 +271,29 @@ def test_a_diverged_member_is_a_result_and_not_a_failure(root):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
-  keys = KEYS | TINY | {"steps": 60, "learning_rate_schedule_steps": 60, "checkpoint_period": 10}
-  keys |= {"asha_reduction_factor": 2, "asha_min_steps": 30, "ensemble_strategy": "processes"}
-  keys |= {"ensemble_num_workers": 1, "run_name": "ens", "jax_cache_dir": tmp_path / "jax_cache"}
+  keys = {
+    **KEYS,
+    **TINY,
+    "steps": 60,
+    "learning_rate_schedule_steps": 60,
+    "checkpoint_period": 10,
+    "asha_reduction_factor": 2,
+    "asha_min_steps": 30,
+    "ensemble_strategy": "processes",
+    "ensemble_num_workers": 1,
+    "run_name": "ens",
+    "jax_cache_dir": tmp_path / "jax_cache",
+  }
   command = [sys.executable, "-m", "maxlite.train", f"members=[{ALIKE}]"]
-  command += [f"{name}={value}" for name, value in keys.items()]
+  command += arguments_of(keys)
   environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
 
   def start(folder):
-    return subprocess.Popen(
-      [*command, f"base_output_directory={folder}"], env=environment, stdout=subprocess.DEVNULL
-    )
+    own_command = [*command, f"base_output_directory={folder}"]
+    return subprocess.Popen(own_command, env=environment, stdout=subprocess.DEVNULL)
 
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  whole = tmp_path / "whole"
+  killed = tmp_path / "killed"
   assert start(whole).wait() == 0
   best = next(name for name in ("slow", "fast") if rows_of(whole, name)[-1]["step"] == 60)
   run = start(killed)
@@ -246,18 +303,12 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     assert run.poll() is None
     assert time.monotonic() < deadline
     time.sleep(0.002)
-  children = Path(f"/proc/{run.pid}/task").glob("*/children")
-  for process in [*(int(n) for path in children for n in path.read_text().split()), run.pid]:
+  for process in (*children(run.pid), run.pid):
     os.kill(process, signal.SIGKILL)
   run.wait()
   assert len(read_rows(killed / "ens" / JOURNAL)) == 5  # the last is the promotion of `best`
   assert start(killed).wait() == 0
-
-  def without_time(rows):
-    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
-
-  journals = [without_time(read_rows(folder / "ens" / JOURNAL)) for folder in (whole, killed)]
-  assert journals[0] == journals[1]
+  assert decisions_in(killed / "ens" / JOURNAL) == decisions_in(whole / "ens" / JOURNAL)
   for name in ("slow", "fast"):
     assert rows_of(whole, name) == rows_of(killed, name)
     step = rows_of(whole, name)[-1]["step"]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from families import jit_on_one_device
 from test_ensemble_run import ONE_EACH, TOLERANCE, Output, checksums, config, root, rows_of, start
 
@@ -33,7 +34,9 @@ from maxlite.step.train_state import init_state
 
 __all__ = ["root"]  # a fixture
 
-STEPS, PERIOD, ROWS = 6, 2, 16
+STEPS = 6
+PERIOD = 2
+ROWS = 16
 # The second diverges at once.
 RATES = {"a": 1e-2, "b": 1e30}
 OWN = ", ".join(f"{{name: {name}, learning_rate: {rate}}}" for name, rate in RATES.items())
@@ -111,18 +114,19 @@ def drawn_states(num_members):
 
 
 def test_copies_have_the_bits_of_the_donor():
-  states, donor_Z = drawn_states(4), np.array([0, 3, 2, 0])
+  states = drawn_states(4)
+  donor_Z = np.array([0, 3, 2, 0])
   values = {"learning_rate": jnp.arange(4.0), "adam_b1": jnp.full(4, 0.25)}
   (group,) = jax.jit(copy_members)([GroupState(states, {})], donor_Z, values)
   copied = group.members
   got = hyperparameters(copied.opt_state)
-  jax.tree.map(np.testing.assert_array_equal, got, values)
+  trees.assert_equal_leaves(got, values)
 
   def others(state):
     return state.replace(opt_state=state.opt_state._replace(hyperparams=None))
 
   want = jax.tree.map(lambda leaf: leaf[donor_Z], others(states))
-  jax.tree.map(np.testing.assert_array_equal, others(copied), want)
+  trees.assert_equal_leaves(others(copied), want)
 
 
 def test_a_population_keeps_its_lineage(population):
@@ -130,7 +134,9 @@ def test_a_population_keeps_its_lineage(population):
   rows = lineage_of(folder)
   assert [row["step"] for row in rows] == [2, 4]  # there is no exchange after the last step
   first = rows[0]
-  assert (first["member"], first["from"], first["loss"]) == ("b", "a", None)
+  assert first["member"] == "b"
+  assert first["from"] == "a"
+  assert first["loss"] is None
   assert first["after"]["learning_rate"] in np.float32([5e-3, 2e-2])
   assert first["before"]["learning_rate"] == np.float32(1e30)
   assert 0 <= first["after"]["adam_weight_decay"] <= 0.2
@@ -144,24 +150,31 @@ def test_a_population_keeps_its_lineage(population):
   assert entries["b"]["status"] == "finished, from a"
   last = {row["member"]: row["after"] for row in rows}
   for name, values in last.items():
+    hyperparameters = entries[name]["hyperparameters"]
     for key, value in values.items():
-      np.testing.assert_allclose(entries[name]["hyperparameters"][key], value, rtol=1e-3)
-  assert f"learning_rate={entries['b']['hyperparameters']['learning_rate']}" in output
+      np.testing.assert_allclose(hyperparameters[key], value, rtol=1e-3)
+  rate = entries["b"]["hyperparameters"]["learning_rate"]
+  assert f"learning_rate={rate}" in output
 
 
 @pytest.fixture(scope="module")
 def data(root, population):
   """The loader of the batches that all members read."""
-  cfg = config(population[0], MEMBERS, **KEYS)
-  vocab_size, rows = cfg.model.vocab_size, range(ROWS)
+  folder, _ = population
+  cfg = config(folder, MEMBERS, **KEYS)
   return open_data(
-    cfg.data, vocab_size=vocab_size, global_batch_size=ROWS, rows=rows, cache_directory=root
+    cfg.data,
+    vocab_size=cfg.model.vocab_size,
+    global_batch_size=ROWS,
+    rows=range(ROWS),
+    cache_directory=root,
   )
 
 
 def program(data, folder, own, **keys):
   """The program of the first member of `own`, for one device."""
-  member = members_of(config(folder, f"[{{{own}}}]", **KEYS | {"pbt_period": 0} | keys))[0]
+  cfg = config(folder, f"[{{{own}}}]", **KEYS | {"pbt_period": 0} | keys)
+  member = members_of(cfg)[0]
   builder = ConfigPrograms(jax.devices(), ROWS, data.source.num_bytes_V)
   return builder.build(member, Placement(tuple(jax.devices()[:1])))
 
@@ -181,7 +194,9 @@ def saved(folder, name, step, abstract):
   parts = {"params": abstract.params, "opt_state": abstract.opt_state}
   cfg = config(folder, MEMBERS, **KEYS)
   path = folder / f"ens/members/{name}/checkpoints"
-  return Checkpoints(cfg.checkpoint, path, print).restore_parts(jax.tree.map(shard, parts), step)[0]
+  checkpoints = Checkpoints(cfg.checkpoint, path, print)
+  restored, *_ = checkpoints.restore_parts(jax.tree.map(shard, parts), step)
+  return restored
 
 
 def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(population, data, tmp_path):
@@ -212,18 +227,19 @@ def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(populati
 
 
 def test_a_population_killed_after_an_exchange_is_resumed_bit_for_bit(root, population):
+  whole, _ = population
   folder = root / "killed"
-  shutil.copytree(population[0], folder)
+  shutil.copytree(whole, folder)
   # As if killed while the first checkpoint after the exchange was written: one member has none.
   for name in RATES:
     for path in (folder / f"ens/members/{name}/checkpoints").iterdir():
       if int(path.name) > PERIOD + (name == "a"):
         shutil.rmtree(path)
   assert f"resuming from the checkpoints of step {PERIOD}: a, b" in run(folder)
-  assert lineage_of(folder) == lineage_of(population[0])
+  assert lineage_of(folder) == lineage_of(whole)
   for name in RATES:
-    assert rows_of(folder, name) == rows_of(population[0], name)
-    assert checksums(folder, name, STEPS) == checksums(population[0], name, STEPS)
+    assert rows_of(folder, name) == rows_of(whole, name)
+    assert checksums(folder, name, STEPS) == checksums(whole, name, STEPS)
 
 
 @pytest.mark.slow
@@ -234,10 +250,14 @@ def test_a_population_on_all_devices_equals_one_on_a_device_each(root, populatio
   def exchanges(folder):
     return [(row["member"], row["from"]) for row in lineage_of(folder)]
 
-  assert exchanges(folder) == exchanges(population[0])
+  def losses(folder, name):
+    return [row["loss"] for row in rows_of(folder, name)]
+
+  expected_folder, _ = population
+  assert exchanges(folder) == exchanges(expected_folder)
   for name in RATES:
-    here, there = ([row["loss"] for row in rows_of(f, name)] for f in (folder, population[0]))
-    np.testing.assert_allclose(here, there, rtol=TOLERANCE)
+    expected = losses(expected_folder, name)
+    np.testing.assert_allclose(losses(folder, name), expected, rtol=TOLERANCE)
 
 
 def test_members_of_a_population_cannot_be_added(population, capsys):
