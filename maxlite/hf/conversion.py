@@ -106,7 +106,9 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   stored = _stored_parameters(cfg)
   abstract = abstract_params(model)
   length = cfg.data.max_target_length
-  hf = {"dtype": model.weight_dtype, "max_position_embeddings": length, **hf}
+  # Some classes have a default pad_token_id, with which they refuse a smaller vocabulary.
+  lengths_and_ids = {"max_position_embeddings": length, "pad_token_id": None}
+  hf = {"dtype": model.weight_dtype, **lengths_and_ids, **hf}
   with _created_at(target) as temporary:
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
       hf |= _export_tokenizer(cfg.data, temporary)
