@@ -1,6 +1,5 @@
 """Three families of small members, and the results of training each member alone."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import trees
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.kernels.xla_cpu import jit_init
@@ -128,6 +128,15 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
   )
 
 
+class TrainedAlone(NamedTuple):
+  """Results of one member."""
+
+  losses_S: np.ndarray
+  start: Any  # variables
+  end: Any
+  prediction: np.ndarray
+
+
 class Trained(NamedTuple):
   """Results of every member."""
 
@@ -139,13 +148,16 @@ class Trained(NamedTuple):
   state: Any = None
 
 
-@functools.cache
 @jax.numpy_dtype_promotion("standard")  # optax.adam needs it
 def alone(family: str) -> Trained:
   """Members trained one after the other with plain JAX, Flax and Optax."""
   results = [train_alone(member) for member in FAMILIES[family]]
-  losses_SZ = np.stack([losses for losses, *_ in results], axis=1)
-  return Trained(losses_SZ, *map(list, list(zip(*results, strict=True))[1:]))
+  return Trained(
+    losses_SZ=np.stack([result.losses_S for result in results], axis=1),
+    start=[result.start for result in results],
+    end=[result.end for result in results],
+    predictions=[result.prediction for result in results],
+  )
 
 
 _STEPS: dict[int, tuple[Member, Callable]] = {}  # by identity: equal members may differ
@@ -179,20 +191,21 @@ def _build_step(member: Member) -> Callable:
 
 
 @jax.numpy_dtype_promotion("standard")
-def train_alone(member: Member, first: int = 0) -> tuple:
-  """(losses, first variables, last variables, prediction), from batch `first` on."""
-  step, losses = _alone_step(member), []
-  init = jit_init(member.model.init)
-  variables = start = init(jax.random.key(member.seed), batch(0)[0])
+def train_alone(member: Member, first: int = 0) -> TrainedAlone:
+  """Train a member from batch `first` on."""
+  step = _alone_step(member)
+  inputs_BTD, _ = batch(0)
+  start = jit_init(member.model.init)(jax.random.key(member.seed), inputs_BTD)
+  variables = start
   opt_state = jax.jit(member.build_optimizer().init)(variables["params"])
+  losses = []
   for n in range(STEPS):
     variables, opt_state, value = step(variables, opt_state, n, batch(first + n))
     losses.append(value)
-  prediction = jax.jit(nn.apply(predict, member.model))(variables, batch(0)[0])
-  return np.array(losses), start, variables, np.asarray(prediction)
+  prediction = jax.jit(nn.apply(predict, member.model))(variables, inputs_BTD)
+  return TrainedAlone(np.array(losses), start, variables, np.asarray(prediction))
 
 
-@functools.cache
 @jax.numpy_dtype_promotion("standard")
 def together(family: str, strategy: str, num_devices: int) -> Trained:
   devices = jax.devices()[:num_devices]
@@ -222,8 +235,11 @@ def largest_error(a: Any, b: Any) -> float:
   """The largest error of all leaves, relative to the leaf's largest value; shapes must agree."""
   assert jax.tree.structure(a) == jax.tree.structure(b)
   errors = [0.0]
-  for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert (left.shape, left.dtype) == (right.shape, right.dtype)
-    x, y = np.asarray(left, np.float64), np.asarray(right, np.float64)
-    errors.append(float(np.max(np.abs(x - y)) / max(float(np.max(np.abs(y))), 1e-30)))
-  return max(errors)
+  for left, right in trees.leaf_pairs(a, b):
+    assert left.shape == right.shape
+    assert left.dtype == right.dtype
+    x = np.asarray(left, np.float64)
+    y = np.asarray(right, np.float64)
+    largest = max(np.max(np.abs(y)), 1e-30)
+    errors.append(np.max(np.abs(x - y)) / largest)
+  return float(max(errors))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from flax.linen import meta
 from jax.sharding import Mesh
 
@@ -104,9 +105,11 @@ def decoder(mesh_shape, family):
 def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
   module = decoder(mesh_shape, "mixtral")
   tokens_BT = np.arange(32, dtype=np.int32).reshape(4, 8)
-  arrays = (tokens_BT, np.ones_like(tokens_BT), np.tile(np.arange(8, dtype=np.int32), (4, 1)))
+  segment_BT = np.ones_like(tokens_BT)
+  position_BT = np.tile(np.arange(8, dtype=np.int32), (4, 1))
   members = lift(module, NUM_MEMBERS)
-  init = functools.partial(members.init, jax.random.key(0), *arrays)
+  key = jax.random.key(0)
+  init = functools.partial(members.init, key, tokens_BT, segment_BT, position_BT)
   mesh = module.sharder.mesh
   specs = nn.get_partition_spec(jax.eval_shape(init))
   shardings = nn.logical_to_mesh_sharding(specs, mesh, [*DEFAULT_RULES.items()])
@@ -116,7 +119,8 @@ def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
   @functools.partial(jax.jit, static_argnums=0)
   def gradients(model, params):
     def total(params):
-      return jnp.sum(jnp.sin(model.apply({"params": params}, *arrays)))
+      logits_BTV = model.apply({"params": params}, tokens_BT, segment_BT, position_BT)
+      return jnp.sum(jnp.sin(logits_BTV))
 
     return jax.value_and_grad(total)(params)
 
@@ -124,9 +128,7 @@ def test_moe_decoders_are_lifted_with_their_gradients(mesh_shape):
   alone = [gradients(module, member_of(params, z)) for z in range(NUM_MEMBERS)]
   np.testing.assert_allclose(value, sum(value for value, _ in alone), rtol=1e-5)
   for z, (_, expected) in enumerate(alone):
-    for got, want in zip(
-      jax.tree.leaves(member_of(together, z)), jax.tree.leaves(expected), strict=True
-    ):
+    for got, want in trees.leaf_pairs(member_of(together, z), expected):
       np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.max(jnp.abs(want))))
 
 

@@ -29,13 +29,17 @@ def test_padded_members_equal_members_trained_alone():
     state, metrics = ensemble.step(state, batch(n))
     losses.append(np.asarray(metrics["loss"]))
   want = [train_alone(member) for member in members]
-  assert largest_error(np.stack(losses, axis=1), np.stack([own for own, *_ in want])) <= TOLERANCE
+  want_ZS = np.stack([result.losses_S for result in want])
+  assert largest_error(np.stack(losses, axis=1), want_ZS) <= TOLERANCE
   ends = [ensemble.member_params(state, name) for name in ensemble.names]
-  assert largest_error(ends, [own[2] for own in want]) <= TOLERANCE
-  predictions = np.asarray(ensemble.predict(state, batch(0)[0]).members)
-  assert largest_error(predictions, np.stack([own[-1] for own in want])) <= TOLERANCE
+  assert largest_error(ends, [result.end for result in want]) <= TOLERANCE
+  inputs_BTD, _ = batch(0)
+  predictions = np.asarray(ensemble.predict(state, inputs_BTD).members)
+  want_predictions = np.stack([result.prediction for result in want])
+  assert largest_error(predictions, want_predictions) <= TOLERANCE
   states = ensemble.member_states(state)
-  assert largest_error(ensemble.member_states(ensemble.load_states(states)), states) == 0
+  restored = ensemble.load_states(states)
+  assert largest_error(ensemble.member_states(restored), states) == 0
 
 
 def test_one_member_has_no_padding():
@@ -45,8 +49,8 @@ def test_one_member_has_no_padding():
   for n in range(STEPS):
     state, metrics = ensemble.step(state, batch(n))
     losses.append(np.asarray(metrics["loss"])[0])
-  want, *_ = train_alone(member)
-  assert largest_error(np.stack(losses), want) <= TOLERANCE
+  want = train_alone(member)
+  assert largest_error(np.stack(losses), want.losses_S) <= TOLERANCE
 
 
 class Means(nn.Module):
@@ -57,7 +61,8 @@ class Means(nn.Module):
   @nn.compact
   def __call__(self, x_BTD, train=True):
     del train
-    return nn.Dense(1)(nn.LayerNorm()(nn.Dense(self.width)(x_BTD[:, 0])))
+    x_BD = nn.Dense(self.width)(x_BTD[:, 0])
+    return nn.Dense(1)(nn.LayerNorm()(x_BD))
 
 
 @pytest.mark.parametrize(

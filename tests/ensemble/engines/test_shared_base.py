@@ -1,7 +1,6 @@
 """Members that train a part of the parameters hold the rest once, and equal their solo runs."""
 
 import contextlib
-import functools
 from pathlib import Path
 
 import flax.linen as nn
@@ -48,11 +47,12 @@ def loss(model, x_BD):
   return jnp.mean((model(x_BD) - 1) ** 2)
 
 
-@functools.cache
-def base() -> dict:
-  """The frozen parameters of a pretrained model, without adapters."""
-  params = Adapted().init(jax.random.key(99), BATCH)["params"]
-  return {name: leaf for name, leaf in params.items() if name.startswith("kernel")}
+def select(params: dict, prefix: str) -> dict:
+  return {name: leaf for name, leaf in params.items() if name.startswith(prefix)}
+
+
+# The frozen parameters of a pretrained model, without adapters.
+BASE = select(Adapted().init(jax.random.key(99), BATCH)["params"], "kernel")
 
 
 def members(count: int) -> list[Member]:
@@ -70,7 +70,7 @@ def members(count: int) -> list[Member]:
 
 def stacked_engine(members: list[Member]) -> StackedEngine:
   """The engine of an ensemble of the members on one device."""
-  programs = build_programs(members, loss, call_model, BATCH, base())
+  programs = build_programs(members, loss, call_model, BATCH, BASE)
   request = EngineRequest(
     num_members=len(programs),
     program=lambda z, _: programs[z],
@@ -83,26 +83,26 @@ def stacked_engine(members: list[Member]) -> StackedEngine:
 def solo_run(member: Member, num_steps: int) -> tuple[list[float], dict]:
   """(losses, parameters) of the loop that a user would write."""
   drawn = Adapted().init(jax.random.key(member.seed), BATCH)["params"]
-  adapters = {name: leaf for name, leaf in drawn.items() if name.startswith("lora")}
+  adapters = select(drawn, "lora")
   tx = member.build_optimizer()
   opt_state = tx.init(adapters)
   losses = []
 
   def compute(adapters):
-    return nn.apply(loss, Adapted())({"params": base() | adapters}, BATCH)
+    return nn.apply(loss, Adapted())({"params": BASE | adapters}, BATCH)
 
   for _ in range(num_steps):
     value, gradients = jax.value_and_grad(compute)(adapters)
     updates, opt_state = tx.update(gradients, opt_state, adapters)
     adapters = optax.apply_updates(adapters, updates)
     losses.append(float(value))
-  return losses, base() | adapters
+  return losses, BASE | adapters
 
 
 @pytest.mark.parametrize("strategy", ["stacked", pytest.param("submesh", marks=pytest.mark.slow)])
 def test_adapters_on_one_base_equal_solo_runs(strategy):
   own = members(3)
-  ensemble = Ensemble(own, loss, strategy=strategy, devices=jax.devices()[:1], base=base())
+  ensemble = Ensemble(own, loss, strategy=strategy, devices=jax.devices()[:1], base=BASE)
   losses = []
   with jax.numpy_dtype_promotion("standard"):
     state = ensemble.init(BATCH)
@@ -114,21 +114,21 @@ def test_adapters_on_one_base_equal_solo_runs(strategy):
       np.testing.assert_allclose(np.stack(losses)[:, z], expected, rtol=1e-6)
       got = ensemble.member_params(state, name)["params"]
       assert largest_error(got, params) <= 1e-6
-      assert largest_error({n: got[n] for n in base()}, base()) == 0
+      assert largest_error(select(got, "kernel"), BASE) == 0
 
 
 def test_the_base_is_held_once():
   for count in (2, 16):
     ensemble = Ensemble(
-      members(count), loss, strategy="stacked", devices=jax.devices()[:1], base=base()
+      members(count), loss, strategy="stacked", devices=jax.devices()[:1], base=BASE
     )
     state = ensemble.init(BATCH)
     (group,) = state
-    assert set(group.shared) == set(base())
+    assert set(group.shared) == set(BASE)
     trained = tree_bytes(ensemble.members[0].model.init(jax.random.key(0), BATCH)["params"])
-    trained -= tree_bytes(base())
+    trained -= tree_bytes(BASE)
     # The trained parameters, two moments, and a few numbers per member.
-    most = tree_bytes(base()) + count * (3 * trained + 64)
+    most = tree_bytes(BASE) + count * (3 * trained + 64)
     assert tree_bytes(state) <= most
     engine = stacked_engine(ensemble.members)
     step = engine.step.lower(state, BATCH).compile()
@@ -136,7 +136,7 @@ def test_the_base_is_held_once():
 
 
 def test_states_of_members_with_one_base_are_restored():
-  ensemble = Ensemble(members(2), loss, strategy="stacked", devices=jax.devices()[:1], base=base())
+  ensemble = Ensemble(members(2), loss, strategy="stacked", devices=jax.devices()[:1], base=BASE)
   state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
   states = ensemble.member_states(state)
   assert states["m0"].params["kernel_0"] is states["m1"].params["kernel_0"]
@@ -157,12 +157,12 @@ def test_states_of_members_with_one_base_are_restored():
   ("wrong", "message"),
   [
     (
-      {"kernel_0": base()["kernel_0"]},
+      {"kernel_0": BASE["kernel_0"]},
       "base lacks kernel_1, which is frozen: give it, or train it",
     ),
-    (base() | {"kernel_2": np.ones(1)}, "base has kernel_2, which the model Adapted does not have"),
+    (BASE | {"kernel_2": np.ones(1)}, "base has kernel_2, which the model Adapted does not have"),
     (
-      base() | {"kernel_1": np.ones(3)},
+      BASE | {"kernel_1": np.ones(3)},
       r"kernel_1 of base has shape \(3,\), and that of the model",
     ),
   ],
@@ -175,14 +175,20 @@ def test_a_base_of_another_model_is_one_line(wrong, message):
 
 @pytest.mark.slow
 def test_config_members_with_adapters_share_the_run_they_start_from(tmp_path):
-  keys = {"lora_rank": 2, "phases": "[{name: lora, train: [.*lora.*], steps: 1}]"}
-  parent = members_of(config(tmp_path, "[{name: parent}, {name: other, init_weights_seed: 7}]"))[0]
+  parent_cfg = config(tmp_path, "[{name: parent}, {name: other, init_weights_seed: 7}]")
+  parent, _ = members_of(parent_cfg)
   with contextlib.redirect_stdout(Output()):
     assert run_training(parent.config) == 0
-  folder = Path(parent.config.run.base_output_directory) / parent.config.run.run_name
-  keys |= {"load_parameters_path": folder, "ensemble_strategy": "stacked"}
+  run = parent.config.run
+  keys = {
+    "lora_rank": 2,
+    "phases": "[{name: lora, train: [.*lora.*], steps: 1}]",
+    "load_parameters_path": Path(run.base_output_directory) / run.run_name,
+    "ensemble_strategy": "stacked",
+  }
   entries = "[{name: a, learning_rate: 1e-2}, {name: b, learning_rate: 1e-3, init_weights_seed: 3}]"
-  assert start(tmp_path / "ensemble", entries, **keys, **ONE_EACH)[0] == 0
+  code, _ = start(tmp_path / "ensemble", entries, **keys, **ONE_EACH)
+  assert code == 0
   for member in members_of(config(tmp_path / "alone", entries, **keys)):
     with contextlib.redirect_stdout(Output()):
       assert run_training(member.config) == 0

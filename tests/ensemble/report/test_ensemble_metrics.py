@@ -1,6 +1,7 @@
 """Combined predictions and their scores: against float64 NumPy, by hand, and by properties."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -164,12 +165,15 @@ def test_scores_agree_with_float64(members):
   for low in np.arange(NUM_BINS) / NUM_BINS:
     inside = (confidence > low) & (confidence <= low + 1 / NUM_BINS)
     if inside.any():
-      ece += inside.mean() * abs(correct[inside].mean() - confidence[inside].mean())
+      gap = correct[inside].mean() - confidence[inside].mean()
+      ece += inside.mean() * abs(gap)
+  one_hot = np.eye(V)[target]
+  squared_distance = np.square(prob - one_hot).sum(axis=-1)
   expected = {
     "nll": nll.mean(),
     "bits_per_byte": nll.sum() / np.log(2) / 60,
     "accuracy": correct.mean(),
-    "brier": np.square(prob - np.eye(V)[target]).sum(axis=-1).mean(),
+    "brier": squared_distance.mean(),
     "ece": ece,
   }
   assert found == pytest.approx(expected, rel=1e-5)
@@ -179,7 +183,9 @@ def test_scores_by_hand():
   # Certain and right; certain and wrong; a tie, of which argmax takes the first, which is right.
   log_prob_TV = jnp.log(np.float32([[1, 0], [1, 0], [0.5, 0.5]]))
   sums = score_sums(log_prob_TV, np.asarray([0, 1, 0]), np.ones(3))
-  assert (sums["nll"], sums["correct"], sums["brier"]) == (np.inf, 2, 0 + 2 + 0.5)
+  assert sums["nll"] == np.inf
+  assert sums["correct"] == 2
+  assert sums["brier"] == 0 + 2 + 0.5
   assert {b: float(n) for b, n in enumerate(sums["bin_weight"]) if n} == {7: 1, 14: 2}
   found = mean_scores(sums, num_bytes=0)
   assert found["ece"] == pytest.approx((abs(1 - 2) + abs(1 - 0.5)) / 3)
@@ -189,11 +195,14 @@ def test_scores_by_hand():
 def test_true_probabilities_are_calibrated():
   rng = np.random.default_rng(1)
   prob_TV = rng.dirichlet(np.ones(3), 20_000)
-  target_T = (rng.random(20_000)[:, None] > prob_TV.cumsum(axis=-1)).sum(axis=-1)
-  arguments = np.int32(target_T), np.ones(20_000)
+  drawn_T = rng.random(20_000)
+  is_above_TV = drawn_T[:, None] > prob_TV.cumsum(axis=-1)
+  target_T = np.int32(is_above_TV.sum(axis=-1))
+  weight_T = np.ones(20_000)
   log_prob_TV = np.float32(np.log(prob_TV))
-  assert score(log_prob_TV, *arguments)["ece"] < 0.015
-  assert score(jax.nn.log_softmax(3 * log_prob_TV, axis=-1), *arguments)["ece"] > 0.1
+  sharper_TV = jax.nn.log_softmax(3 * log_prob_TV, axis=-1)
+  assert score(log_prob_TV, target_T, weight_T)["ece"] < 0.015
+  assert score(sharper_TV, target_T, weight_T)["ece"] > 0.1
 
 
 def test_disagreement_agrees_with_float64(members):
@@ -205,7 +214,9 @@ def test_disagreement_agrees_with_float64(members):
     return -(p * np.log(p)).sum(axis=-1)
 
   votes = prob.argmax(axis=-1)
-  pairs = [(votes[i] != votes[j]).mean() for i in range(Z) for j in range(i)]
+  pairs = []
+  for i, j in itertools.combinations(range(Z), 2):
+    pairs.append((votes[i] != votes[j]).mean())
   information = entropy(prob.mean(axis=0)) - entropy(prob).mean(axis=0)
   found = mean_scores(disagreement_sums(log_prob_ZTV, weight_T), num_bytes=0)
   expected = {"disagreement": np.mean(pairs), "mutual_information": information.mean()}

@@ -6,6 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import trees
 from test_ensemble_run import empty_plots
 
 import maxlite
@@ -19,25 +20,38 @@ from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.hf.hf_config import model_keys
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "hf" / "hf_fixtures" / "llama"
+_, MODEL_KEYS = model_keys(WEIGHTS)
 KEYS = [
-  *to_arguments(model_keys(WEIGHTS)[1]),
-  *("dataset_type=synthetic", "max_target_length=8", "steps=2", "eval_steps=4", "log_period=1"),
-  *("enable_tensorboard=false", "jax_cache_dir=", "run_name=soups", "global_batch_size=8"),
-  *("scan_unroll=1", "ici_ensemble_parallelism=-1", "ici_fsdp_parallelism=1"),
-  *("ensemble_strategy=fused", f"load_parameters_path={WEIGHTS}"),
+  *to_arguments(MODEL_KEYS),
+  "dataset_type=synthetic",
+  "max_target_length=8",
+  "steps=2",
+  "eval_steps=4",
+  "log_period=1",
+  "enable_tensorboard=false",
+  "jax_cache_dir=",
+  "run_name=soups",
+  "global_batch_size=8",
+  "scan_unroll=1",
+  "ici_ensemble_parallelism=-1",
+  "ici_fsdp_parallelism=1",
+  "ensemble_strategy=fused",
+  f"load_parameters_path={WEIGHTS}",
 ]
 
 
 def test_the_mean_is_summed_in_float32_and_rounded_once():
   draw = np.random.default_rng(0)
-  wide = [draw.standard_normal((3, 5)).astype(np.float32) for _ in range(3)]
-  expected = (wide[0] + wide[1] + wide[2]) / np.float32(3)
-  np.testing.assert_array_equal(mean_of_arrays(*wide), expected)
-  narrow = [x.astype(ml_dtypes.bfloat16) for x in wide]
-  total = sum((x.astype(np.float32) for x in narrow[1:]), narrow[0].astype(np.float32))
-  mean = mean_of_arrays(*narrow)
+  a, b, c = draw.standard_normal((3, 3, 5)).astype(np.float32)
+  expected = (a + b + c) / np.float32(3)
+  np.testing.assert_array_equal(mean_of_arrays(a, b, c), expected)
+
+  a, b, c = (array.astype(ml_dtypes.bfloat16) for array in (a, b, c))
+  total = a.astype(np.float32) + b.astype(np.float32) + c.astype(np.float32)
+  expected = (total / np.float32(3)).astype(ml_dtypes.bfloat16)
+  mean = mean_of_arrays(a, b, c)
   assert mean.dtype == ml_dtypes.bfloat16
-  np.testing.assert_array_equal(mean, (total / np.float32(3)).astype(ml_dtypes.bfloat16))
+  np.testing.assert_array_equal(mean, expected)
 
 
 def test_greedy_adds_members_by_loss_and_keeps_those_that_do_not_raise_it():
@@ -99,24 +113,26 @@ def trained(tmp_path_factory):
 
 
 def params_of(folder):
-  return jax.device_get(maxlite.load(folder)[1])
+  _, params = maxlite.load(folder)
+  return jax.device_get(params)
 
 
 def test_members_start_from_the_loaded_parameters(trained):
   first = params_of(WEIGHTS)
   still = params_of(trained / "members" / "still")
-  jax.tree.map(np.testing.assert_array_equal, still, first)
+  trees.assert_equal_leaves(still, first)
 
 
 def test_a_soup_is_exported_bitwise_and_is_on_the_leaderboard(trained):
   assert command.main(["export", str(trained), "member=fast,still", "run_name=soup"]) == 0
   soup = params_of(trained.parent / "soup")
-  members = [params_of(trained / "members" / name) for name in ("fast", "still")]
+  fast = params_of(trained / "members" / "fast")
+  still = params_of(trained / "members" / "still")
 
   def mean(a, b):
     return (a + b) / np.float32(2)
 
-  jax.tree.map(np.testing.assert_array_equal, soup, jax.tree.map(mean, *members))
+  trees.assert_equal_leaves(soup, jax.tree.map(mean, fast, still))
   leaderboard = (trained / "leaderboard.md").read_text()
   assert "| uniform soup " in leaderboard
   assert "| greedy soup of " in leaderboard
@@ -130,14 +146,16 @@ def test_a_soup_of_an_unknown_member_is_one_line(trained, capsys):
 
 @pytest.mark.parametrize("key", ["lora_rank=2", "mlp_activations=[gelu, linear]"])
 def test_a_soup_of_other_models_is_one_line(tmp_path, capsys, key):
-  own = key.replace("=", ": ")
-  keys = [*KEYS, f"base_output_directory={tmp_path}", f"members=[{{name: a}}, {{name: b, {own}}}]"]
-  (tmp_path / "soups").mkdir()
-  save_resolved(load_config(keys), tmp_path / "soups" / "config.yml")
+  name, value = key.split("=")
+  members = f"members=[{{name: a}}, {{name: b, {name}: {value}}}]"
+  cfg = load_config([*KEYS, f"base_output_directory={tmp_path}", members])
+  folder = tmp_path / "soups"
+  folder.mkdir()
+  save_resolved(cfg, folder / "config.yml")
   for names in ("a,b", "b,a"):
     with pytest.raises(SystemExit):
-      command.main(["export", str(tmp_path / "soups"), f"member={names}", "run_name=soup"])
-    assert f"a soup has members of one model: {key.split('=')[0]} is" in capsys.readouterr().err
+      command.main(["export", str(folder), f"member={names}", "run_name=soup"])
+    assert f"a soup has members of one model: {name} is" in capsys.readouterr().err
   assert not (tmp_path / "soup").exists()
 
 

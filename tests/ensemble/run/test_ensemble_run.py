@@ -1,7 +1,6 @@
 """Ensembles from the command line: every member gets the results of its solo run."""
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slow_cases import fast_only
 from tiny import KEYS, compilations, fast_compilation, traces
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
@@ -44,14 +44,14 @@ ALIKE = f"{{name: slow, learning_rate: 1e-3}}, {FAST}"
 SIZES = "{name: deep, base_num_decoder_layers: 2, base_emb_dim: 24, init_weights_seed: 2}"
 MOE = "{name: moe, decoder_block: mixtral, init_weights_seed: 3}"
 ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
+MEMBERS = f"[{FAST}, {SIZES}]"
 # Members and mesh for each strategy.
 CASES = {
   "stacked": (f"[{ALIKE}]", {"ici_ensemble_parallelism": 2}),
-  "fused": (f"[{FAST}, {SIZES}]", ONE_EACH),
+  "fused": (MEMBERS, ONE_EACH),
   "submesh": (f"[{ALIKE}, {MOE}]", {}),
 }
 FUSED = {"ensemble_strategy": "fused", **ONE_EACH}
-MEMBERS = CASES["fused"][0]
 TOLERANCE = 2e-5
 DRAW = {name: vars(finalize)[name] for name in vars(finalize) if name.startswith("draw_")}
 
@@ -70,8 +70,12 @@ def start(folder: Path, members: str, output: Output | None = None, **keys: obje
 
 
 def rows_of(folder: Path, name: str) -> list[dict]:
+  """The rows of a member's metrics without timings."""
   rows = read_rows(folder / "ens/members" / name / "metrics.jsonl")
-  return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
+  for row in rows:
+    for key in CLOCK:
+      row.pop(key, None)
+  return rows
 
 
 def checksums(folder: Path, name: str, step: int = STEPS) -> dict:
@@ -88,14 +92,15 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(root):
-  """A function from a member's name to the rows of its solo run, which it runs on demand."""
+  """A function from a member's name to the rows of its solo run, which the first call runs."""
   folder = root / "alone"
-  members = {m.name: m for m in members_of(config(folder, f"[{ALIKE}, {SIZES}, {MOE}]"))}
+  cfg = config(folder, f"[{ALIKE}, {SIZES}, {MOE}]")
+  members = {member.name: member for member in members_of(cfg)}
 
-  @functools.cache
   def rows(name: str) -> list[dict]:
-    with contextlib.redirect_stdout(Output()):
-      assert run_training(members[name].config) == 0
+    if not (folder / "ens/members" / name).exists():
+      with contextlib.redirect_stdout(Output()):
+        assert run_training(members[name].config) == 0
     return rows_of(folder, name)
 
   return rows
@@ -133,21 +138,21 @@ PROBED = {
   "fused": ("fast",),
   "submesh": ("fast", "moe"),
 }
-SLOW = set(CASES) - {"fused"}  # to compile; test_strategies.py tests all of them
 
 
-@pytest.mark.parametrize(
-  "strategy", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in CASES]
-)
+# The others are slow to compile; test_strategies.py tests all of them.
+@pytest.mark.parametrize("strategy", fast_only(CASES, "fused"))
 def test_members_equal_their_solo_runs(root, alone, fused, strategy):
   members, mesh = CASES[strategy]
   folder = root / strategy
   if strategy != "fused":
-    assert start(folder, members, ensemble_strategy=strategy, **mesh)[0] == 0
+    code, _ = start(folder, members, ensemble_strategy=strategy, **mesh)
+    assert code == 0
   for name in PROBED[strategy]:
-    here, there = rows_of(folder, name), alone(name)
-    assert [row["step"] for row in here] == [row["step"] for row in there]
-    for row, expected in zip(here, there, strict=True):
+    rows = rows_of(folder, name)
+    expected_rows = alone(name)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected_rows]
+    for row, expected in zip(rows, expected_rows, strict=True):
       assert row.keys() == expected.keys()
       for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
         if key in row:
@@ -156,25 +161,30 @@ def test_members_equal_their_solo_runs(root, alone, fused, strategy):
 
 def start_separately(folder: Path, members: str, process: int, count: int = 2, **keys: object):
   """One process of several; the others are at the same point and have the same exit code."""
-  output, peers = Output(), SeparateProcesses(process, count, lambda value: [value] * count)
+  peers = SeparateProcesses(process, count, lambda value: [value] * count)
   keys = {"ensemble_strategy": "submesh", "per_device_batch_size": 1} | keys  # of 16 devices
   cfg = config(folder, members, **keys)
+  output = Output()
   with contextlib.redirect_stdout(output):
-    return train_ensemble(cfg, peers=peers), output.getvalue()
+    code = train_ensemble(cfg, peers=peers)
+  return code, output.getvalue()
 
 
 def test_separate_processes_train_their_own_members(root, alone):
   """One after the other; the last one is process 0, which writes the leaderboard."""
   folder = root / "separate"
   leaderboard = folder / "ens/leaderboard.md"
-  assert start_separately(folder, MEMBERS, 1)[0] == 0
+  code, _ = start_separately(folder, MEMBERS, 1)
+  assert code == 0
   assert rows_of(folder, "fast") == alone("fast")
   assert not (folder / "ens/members/deep/checkpoints").exists()
   assert not leaderboard.exists()
-  assert start_separately(folder, MEMBERS, 0)[0] == 0
+  code, _ = start_separately(folder, MEMBERS, 0)
+  assert code == 0
   assert [row["step"] for row in rows_of(folder, "deep")] == list(range(1, STEPS + 1))
   assert "greedy selection" in leaderboard.read_text()
-  assert "nothing to do" in start_separately(folder, MEMBERS, 0)[1]
+  _, output = start_separately(folder, MEMBERS, 0)
+  assert "nothing to do" in output
 
 
 def test_separate_processes_are_refused_in_one_line(root):
@@ -194,8 +204,7 @@ def test_the_step_is_traced_and_compiled_once(fused):
 def test_output_of_a_finished_ensemble(fused, monkeypatch):
   folder, output, *_ = fused
   directory = folder / "ens"
-  lines = (directory / "members.jsonl").read_text().splitlines()
-  entries = [json.loads(line) for line in lines]
+  entries = read_rows(directory / "members.jsonl")
   assert {entry["name"] for entry in entries} == {"fast", "deep"}
   losses = [entry["best_loss"] for entry in entries]
   assert losses == sorted(losses)
@@ -204,7 +213,8 @@ def test_output_of_a_finished_ensemble(fused, monkeypatch):
   assert all((directory / name).exists() for name in plots)
   assert "strategy fused" in output
   assert "greedy selection" in output
-  assert "nothing to do" in start(folder, MEMBERS, **FUSED)[1]
+  _, again = start(folder, MEMBERS, **FUSED)
+  assert "nothing to do" in again
   board = directory / "leaderboard.md"
   before = board.read_text()
   board.unlink()  # as if the run had been interrupted before
@@ -225,12 +235,14 @@ def stop_after_3(folder):
 
 
 def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
+  whole, *_ = fused
   folder = root / "interrupted"
   stop_after_3(folder)
-  assert start(folder, MEMBERS, **FUSED)[0] == 0
+  code, _ = start(folder, MEMBERS, **FUSED)
+  assert code == 0
   for name in ("fast", "deep"):
-    assert rows_of(folder, name) == rows_of(fused[0], name)
-    assert checksums(folder, name) == checksums(fused[0], name)
+    assert rows_of(folder, name) == rows_of(whole, name)
+    assert checksums(folder, name) == checksums(whole, name)
 
 
 @pytest.mark.slow
@@ -243,69 +255,80 @@ def test_an_ensemble_on_s3_is_resumed_and_equals_a_local_one(root, fused, bucket
   assert code == 0
   assert f"{bucket}/ens: members.jsonl, " in output
   assert output.endswith(f"run folders of the members in {bucket}/ens/members\n")
-  run, copy = f"{bucket}/ens", root / "copy_of_s3/ens"
-  for file in list_files(run):
-    download(file.uri, copy / file.uri.removeprefix(f"{run}/"))
+  copy = root / "copy_of_s3"
+  for file in list_files(f"{bucket}/ens"):
+    download(file.uri, copy / file.uri.removeprefix(f"{bucket}/"))
+  local, *_ = fused
   for name in ("fast", "deep"):
-    assert rows_of(copy.parent, name) == rows_of(fused[0], name)
-    assert checksums(copy.parent, name) == checksums(fused[0], name)
+    assert rows_of(copy, name) == rows_of(local, name)
+    assert checksums(copy, name) == checksums(local, name)
   for file in ("members.jsonl", "leaderboard.md"):
-    assert (copy / file).stat().st_size
+    assert (copy / "ens" / file).stat().st_size
 
 
 @pytest.mark.slow
 def test_a_member_whose_last_checkpoint_is_lost_catches_up(root, fused):
+  whole, *_ = fused
   folder = root / "behind"
   stop_after_3(folder)
-  saved = sorted(int(p.name) for p in (folder / "ens/members/deep/checkpoints").iterdir())
-  shutil.rmtree(folder / f"ens/members/deep/checkpoints/{saved[-1]}")
-  assert start(folder, MEMBERS, **FUSED)[0] == 0
+  checkpoints = folder / "ens/members/deep/checkpoints"
+  last_step = max(int(path.name) for path in checkpoints.iterdir())
+  shutil.rmtree(checkpoints / str(last_step))
+  code, _ = start(folder, MEMBERS, **FUSED)
+  assert code == 0
   for name in ("fast", "deep"):
-    here, there = rows_of(folder, name), rows_of(fused[0], name)
-    assert [row.keys() for row in here] == [row.keys() for row in there]
     # It catches up with a separate program, which may round differently.
-    for row, expected in zip(here, there, strict=True):
+    for row, expected in zip(rows_of(folder, name), rows_of(whole, name), strict=True):
+      assert row.keys() == expected.keys()
       np.testing.assert_allclose(list(row.values()), list(expected.values()), rtol=1e-6)
+
+
+def losses_of(folder, name):
+  return [row["loss"] for row in rows_of(folder, name)]
 
 
 @pytest.mark.slow
 def test_members_can_be_added_and_removed(root, fused):
+  whole, *_ = fused
   folder = root / "changed"
-  assert start(folder, f"[{ALIKE}]", steps=2, **FUSED)[0] == 0
+  code, _ = start(folder, f"[{ALIKE}]", steps=2, **FUSED)
+  assert code == 0
   code, output = start(folder, MEMBERS, **FUSED)
   assert code == 0
   assert "since the last start: steps=4 (was 2)" in output
   assert output.count("since the last start") == 1
   for name in ("fast", "deep"):
-    np.testing.assert_allclose(
-      [row["loss"] for row in rows_of(folder, name)],
-      [row["loss"] for row in rows_of(fused[0], name)],
-      rtol=TOLERANCE,
-    )
+    expected = losses_of(whole, name)
+    np.testing.assert_allclose(losses_of(folder, name), expected, rtol=TOLERANCE)
   assert rows_of(folder, "slow")[-1]["step"] == 2
 
 
 def test_an_exported_member_is_a_solo_run(root, fused, capsys):
-  folder = fused[0]
-  assert main(["export", str(folder / "ens"), "member=fast", "run_name=mine"]) == 0
+  folder, *_ = fused
+  ensemble = str(folder / "ens")
+  assert main(["export", ensemble, "member=fast", "run_name=mine"]) == 0
   exported = folder / "mine"
   arguments = [str(exported / "config.yml"), f"steps={STEPS + 1}"]
   cfg = load_config(arguments, needs_data=False)
-  assert (cfg.optimizer.learning_rate, cfg.run.init_weights_seed) == (1e-2, 1)
-  assert (cfg.mesh.ici_ensemble_parallelism, cfg.mesh.ici_fsdp_parallelism) == (1, -1)
+  assert cfg.optimizer.learning_rate == 1e-2
+  assert cfg.run.init_weights_seed == 1
+  assert cfg.mesh.ici_ensemble_parallelism == 1
+  assert cfg.mesh.ici_fsdp_parallelism == -1
   with contextlib.redirect_stdout(Output()):
     assert run_training(cfg) == 0
   rows = read_rows(exported / "metrics.jsonl")
   assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-  assert main(["export", str(folder / "ens"), "member=deep", "run_name=deep"]) == 0
+  assert main(["export", ensemble, "member=deep", "run_name=deep"]) == 0
   model = load_config([str(folder / "deep/config.yml")], needs_data=False).model
-  assert (model.base_num_decoder_layers, model.base_emb_dim) == (2, 24)
-  for wrong, message in (
-    (["export", str(folder / "ens"), "member=fas"], "did you mean fast?"),
-    (["export", str(folder / "ens"), "member=fast", "run_name=mine"], "exists"),
-    (["export", str(exported), "member=fast"], "not an ensemble"),
-    (["exprot"], "usage"),
-  ):
+  assert model.base_num_decoder_layers == 2
+  assert model.base_emb_dim == 24
+  mistakes = {
+    "did you mean fast?": ["export", ensemble, "member=fas"],
+    "exists": ["export", ensemble, "member=fast", "run_name=mine"],
+    "not an ensemble": ["export", str(exported), "member=fast"],
+    "usage": ["exprot"],
+  }
+  for message, wrong in mistakes.items():
     with pytest.raises(SystemExit, match="2"):
       main(wrong)
     assert message in capsys.readouterr().err
@@ -319,10 +342,12 @@ def test_a_diverging_member_is_frozen_and_does_not_affect_the_others(root):
   code, output = start(folder, members, **keys)
   assert code == 0
   assert "wild diverged by step" in output
-  entries = [json.loads(line) for line in (folder / "ens/members.jsonl").read_text().splitlines()]
-  assert [entry["status"][:8] for entry in entries if entry["name"] == "wild"] == ["diverged"]
+  entries = read_rows(folder / "ens/members.jsonl")
+  (wild,) = (entry for entry in entries if entry["name"] == "wild")
+  assert wild["status"].startswith("diverged")
   calm = root / "calm"
-  assert start(calm, f"[{ALIKE}, {{name: mild, learning_rate: 1e-4}}]", **keys)[0] == 0
+  code, _ = start(calm, f"[{ALIKE}, {{name: mild, learning_rate: 1e-4}}]", **keys)
+  assert code == 0
   for name in ("slow", "fast"):
     assert checksums(folder, name) == checksums(calm, name)
 
@@ -332,12 +357,15 @@ def test_halving_stops_all_but_the_best_members(root, fused):
   keys = FUSED | {"asha_reduction_factor": 2, "asha_min_steps": 2}
   code, output = start(folder, MEMBERS, **keys)
   assert code == 0
-  at_rung = {name: rows_of(fused[0], name)[1]["eval_loss"] for name in ("fast", "deep")}
-  best = min(at_rung, key=at_rung.get)
-  for name in at_rung:
-    assert rows_of(folder, name)[-1]["step"] == (STEPS if name == best else 2)
-    assert (f"{name} is stopped at step 2 by halving" in output) == (name != best)
-  assert "nothing to do" in start(folder, MEMBERS, **keys)[1]
+  whole, *_ = fused
+  at_rung = {name: rows_of(whole, name)[1]["eval_loss"] for name in ("fast", "deep")}
+  best, worst = sorted(at_rung, key=at_rung.get)
+  assert rows_of(folder, best)[-1]["step"] == STEPS
+  assert rows_of(folder, worst)[-1]["step"] == 2
+  assert f"{worst} is stopped at step 2 by halving" in output
+  assert f"{best} is stopped" not in output
+  _, output = start(folder, MEMBERS, **keys)
+  assert "nothing to do" in output
 
 
 @pytest.mark.slow
@@ -345,20 +373,20 @@ def test_halving_stops_all_but_the_best_members(root, fused):
 def test_members_may_read_separate_batches(root, data, capsys):
   folder = root / data
   keys = {"ensemble_strategy": "stacked", "ensemble_data": data, **ONE_EACH}
-  assert start(folder, f"[{ALIKE}]", **keys)[0] == 0
-  for member in members_of(config(root / f"{data}_alone", f"[{ALIKE}]", ensemble_data=data)):
+  code, _ = start(folder, f"[{ALIKE}]", **keys)
+  assert code == 0
+  solo = root / f"{data}_alone"
+  for member in members_of(config(solo, f"[{ALIKE}]", ensemble_data=data)):
     with contextlib.redirect_stdout(Output()):
       assert run_training(member.config) == 0
-    expected = [row["loss"] for row in rows_of(root / f"{data}_alone", member.name)]
-    losses = [row["loss"] for row in rows_of(folder, member.name)]
-    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+    expected = losses_of(solo, member.name)
+    np.testing.assert_allclose(losses_of(folder, member.name), expected, rtol=TOLERANCE)
   output = Output()
   with pytest.raises(SystemExit):  # the order of the data follows the position in the list
     start(folder, f"[{FAST}]", output, steps=STEPS + 1, **keys)
   assert "since the last start: fast data_shuffle_seed=0 (was 1)" in output.getvalue()
-  assert (
-    "member fast: the checkpoint was written with data_shuffle_seed=1" in capsys.readouterr().err
-  )
+  errors = capsys.readouterr().err
+  assert "member fast: the checkpoint was written with data_shuffle_seed=1" in errors
 
 
 @pytest.mark.slow
@@ -367,20 +395,19 @@ def test_worker_processes_equal_one_process(root, tmp_path):
   words += [f"base_output_directory={tmp_path}", "run_name=ens", "jax_cache_dir="]
   command = [sys.executable, "-m", "maxlite.train", *words, f"members=[{ALIKE}]"]
   env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
-  for strategy in ("processes", "fused"):
+
+  def train(strategy):
+    """(steps that are printed, losses by member)."""
     shutil.rmtree(tmp_path / "ens", ignore_errors=True)
-    strategy_key = f"ensemble_strategy={strategy}"
-    run = subprocess.run([*command, strategy_key], env=env, check=True, stdout=subprocess.PIPE)
-    printed = [line for line in run.stdout.decode().splitlines() if line.startswith("step ")]
-    rows = {name: rows_of(tmp_path, name) for name in ("slow", "fast")}
-    if strategy == "processes":
-      expected, expected_lines = rows, printed
+    own_command = [*command, f"ensemble_strategy={strategy}"]
+    result = subprocess.run(own_command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    steps = [line.partition(":")[0] for line in lines]
+    return steps, {name: losses_of(tmp_path, name) for name in ("slow", "fast")}
 
-  def steps(lines):
-    return [line.partition(":")[0] for line in lines]
-
-  assert steps(printed) == steps(expected_lines)
-  assert printed
-  for name, own in rows.items():
-    for row, other in zip(own, expected[name], strict=True):
-      np.testing.assert_allclose(row["loss"], other["loss"], rtol=TOLERANCE)
+  steps, losses = train("processes")
+  expected_steps, expected_losses = train("fused")
+  assert steps
+  assert steps == expected_steps
+  for name, expected in expected_losses.items():
+    np.testing.assert_allclose(losses[name], expected, rtol=TOLERANCE)

@@ -38,18 +38,29 @@ def compare_rows(folder: Path, solo: Path, name: str) -> None:
       np.testing.assert_allclose(row[key], value, rtol=TOLERANCE, err_msg=key)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fused", "submesh", "processes"])
-def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy):
-  members = f"[{ALIKE}, {PHASED}]"
-  folder, solo = tmp_path / "ensemble", tmp_path / "alone"
-  keys = ONE_EACH if strategy == "fused" else {}
-  keys |= {"ensemble_num_workers": 2} if strategy == "processes" else {}
-  assert start(folder, members, ensemble_strategy=strategy, **keys)[0] == 0
-  for member in members_of(config(solo, f"[{PHASED}]")):
+def train_alone(folder: Path, members: str) -> list[str]:
+  """Train each member in a solo run; returns their names."""
+  names = []
+  for member in members_of(config(folder, members)):
     with contextlib.redirect_stdout(Output()):
       assert run_training(member.config) == 0
-    compare_rows(folder, solo, member.name)
+    names.append(member.name)
+  return names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("strategy", "keys"),
+  [("fused", ONE_EACH), ("submesh", {}), ("processes", {"ensemble_num_workers": 2})],
+  ids=["fused", "submesh", "processes"],
+)
+def test_members_with_phases_equal_their_solo_runs(tmp_path, strategy, keys):
+  folder = tmp_path / "ensemble"
+  solo = tmp_path / "alone"
+  code, _ = start(folder, f"[{ALIKE}, {PHASED}]", ensemble_strategy=strategy, **keys)
+  assert code == 0
+  for name in train_alone(solo, f"[{PHASED}]"):
+    compare_rows(folder, solo, name)
 
 
 def test_members_with_equal_phases_are_one_group():
@@ -99,9 +110,9 @@ def test_stacked_members_with_phases_equal_their_solo_runs(tmp_path):
     f"[{{name: a, phases: [{PHASES}], ema_decay: 0.5}}, "
     f"{{name: b, phases: [{PHASES}], ema_decay: 0.5, learning_rate: 3e-3, init_weights_seed: 4}}]"
   )
-  folder, solo = tmp_path / "ensemble", tmp_path / "alone"
-  assert start(folder, members, ensemble_strategy="stacked", **ONE_EACH)[0] == 0
-  for member in members_of(config(solo, members)):
-    with contextlib.redirect_stdout(Output()):
-      assert run_training(member.config) == 0
-    compare_rows(folder, solo, member.name)
+  folder = tmp_path / "ensemble"
+  solo = tmp_path / "alone"
+  code, _ = start(folder, members, ensemble_strategy="stacked", **ONE_EACH)
+  assert code == 0
+  for name in train_alone(solo, members):
+    compare_rows(folder, solo, name)

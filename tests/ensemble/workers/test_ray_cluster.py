@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from host_runs import children
 from test_ensemble_run import ALIKE, TINY, checksums, rows_of, start
 
 from maxlite.ensemble.selection.asha import JOURNAL
@@ -52,9 +53,9 @@ def raylet_of(node) -> int:
 def runs_a_worker(process: int) -> bool:
   """Whether `process` or one that it started is a worker of an ensemble."""
   command = Path(f"/proc/{process}/cmdline").read_bytes()
-  lists = Path(f"/proc/{process}/task").glob("*/children")
-  started = [int(child) for path in lists for child in path.read_text().split()]
-  return b"maxlite.ensemble\0worker" in command or any(map(runs_a_worker, started))
+  if b"maxlite.ensemble\0worker" in command:
+    return True
+  return any(map(runs_a_worker, children(process)))
 
 
 @pytest.mark.slow

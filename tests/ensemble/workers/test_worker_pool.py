@@ -48,22 +48,23 @@ def python(tmp_path: Path, name: str, code: str, *args: str, **share) -> WorkerC
 
 def run_workers(workers: list[WorkerCommand], **keys) -> dict[str, int]:
   """Every worker's exit code, each in a separate queue."""
-  codes = run_queues([(each for each in (worker,)) for worker in workers], **keys)
+  codes = run_queues([iter([worker]) for worker in workers], **keys)
   return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
 
 
-def wait_for(text: str, *logs: Path) -> None:
+def wait_for(text: str, log: Path) -> None:
   deadline = time.monotonic() + 30
-  while not all(log.exists() and text in log.read_text() for log in logs):
-    assert time.monotonic() < deadline, f"no {text!r} in {logs}"
+  while not log.exists() or text not in log.read_text():
+    assert time.monotonic() < deadline, f"no {text!r} in {log}"
     time.sleep(0.01)
 
 
 def signal_when_up(
-  number: signal.Signals, *workers: WorkerCommand, times: int = 1
+  number: signal.Signals, workers: list[WorkerCommand], times: int = 1
 ) -> threading.Thread:
   def run() -> None:
-    wait_for("up\n", *(worker.log for worker in workers))
+    for worker in workers:
+      wait_for("up\n", worker.log)
     for _ in range(times):
       os.kill(os.getpid(), number)
       time.sleep(0.1)
@@ -100,7 +101,7 @@ def test_restarts_are_limited_and_a_user_error_is_final(tmp_path, code, starts):
 def test_a_signal_reaches_every_worker_once_and_its_exit_is_awaited(tmp_path, number):
   workers = [python(tmp_path, name, STOPPABLE) for name in ("a", "b")]
   before = signal.getsignal(number)
-  thread = signal_when_up(number, *workers)
+  thread = signal_when_up(number, workers)
   codes = run_workers(workers, max_restarts=2, report=lambda line: None)
   thread.join()
   assert codes == {"a": 3, "b": 3}
@@ -111,7 +112,7 @@ def test_a_signal_reaches_every_worker_once_and_its_exit_is_awaited(tmp_path, nu
 
 def test_a_second_signal_kills(tmp_path):
   worker = python(tmp_path, "stubborn", STUBBORN)
-  thread = signal_when_up(signal.SIGTERM, worker, times=2)
+  thread = signal_when_up(signal.SIGTERM, [worker], times=2)
   start = time.monotonic()
   codes = run_workers([worker], max_restarts=2, report=lambda line: None)
   thread.join()
