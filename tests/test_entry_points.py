@@ -40,7 +40,8 @@ ENVIRONMENT = {
 TEST_VARIABLES = ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
 
 
-def open_process(*command, **environment):
+def open_process(command, **environment):
+  """Start Python with these arguments."""
   inherited = {name: value for name, value in os.environ.items() if name not in TEST_VARIABLES}
   return subprocess.Popen(
     [sys.executable, *map(str, command)],
@@ -58,8 +59,8 @@ def finish(process):
   return process.returncode, out, re.sub(r".+ \.\.\. \d+ s\n", "", err)
 
 
-def maxlite(program, *argv):
-  return open_process("-m", f"maxlite.{program}", *argv)
+def maxlite(program, argv):
+  return open_process(["-m", f"maxlite.{program}", *argv])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def run_keys(tmp_path_factory):
 def trained(run_keys):
   """(run folder, stdout of training)."""
   argv = ["eval_split=tail", "eval_steps=2", "log_period=1", "steps=4"]
-  code, out, err = finish(maxlite("train", BASE, *TINY, *run_keys, *argv))
+  code, out, err = finish(maxlite("train", [BASE, *TINY, *run_keys, *argv]))
   assert (code, err) == (0, "")
   return Path(run_keys[0].partition("=")[2]) / "tiny", out
 
@@ -91,7 +92,8 @@ def test_train_prints_progress_and_writes_the_run_folder(trained):
   expected = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
   expected |= {"expert_load.jsonl", "expert_load.png", "run_id", ".lock"}
   assert {path.name for path in folder.iterdir()} == expected
-  assert all((folder / name).stat().st_size > 10_000 for name in expected if ".png" in name)
+  for plot in folder.glob("*.png"):
+    assert plot.stat().st_size > 10_000
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def test_evaluate_uses_the_config_of_the_run(trained, other_config):
   last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
   names = ("eval_loss", "eval_bits_per_byte", "eval_tokens")
   figures = "  ".join(f"{name} {last[name]:.6g}" for name in names)
-  evaluation = maxlite("evaluate", *other_config)
+  evaluation = maxlite("evaluate", other_config)
   assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
 
 
@@ -116,7 +118,7 @@ def test_evaluate_uses_the_config_of_the_run(trained, other_config):
 @pytest.mark.usefixtures("trained")
 def test_generate_uses_the_config_of_the_run(other_config):
   prompt = ["prompt=def f", "decode_sampling_temperature=0"]  # as many tokens as fit
-  code, text, err = finish(maxlite("generate", *other_config, *prompt))
+  code, text, err = finish(maxlite("generate", other_config + prompt))
   assert code == 0
   assert re.fullmatch(r"prefill 6 tokens, .* tok/s; decode \d+ tokens, .* tok/s; .*\n", err)
   assert text.startswith("def f")
@@ -126,11 +128,14 @@ def test_generate_uses_the_config_of_the_run(other_config):
 @pytest.mark.parametrize("program", ["train", "evaluate", "generate", "serve", "plan", "convert"])
 def test_help_and_errors_do_not_import_jax(program):
   argv = ["-X", "importtime", "-m", f"maxlite.{program}"]
-  argument = "to_hf" if program == "convert" else BASE
-  help_process = open_process(*argv, "--help=all")
-  error_process = open_process(*argv, argument, "stepz=3")
+  argument = BASE
+  if program == "convert":
+    argument = "to_hf"
+  help_process = open_process([*argv, "--help=all"])
+  error_process = open_process([*argv, argument, "stepz=3"])
   code, out, imports = finish(help_process)
-  assert (code, "--learning_rate" in out) == (0, True)
+  assert code == 0
+  assert "--learning_rate" in out
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
   code, out, imports = finish(error_process)
   errors = [line for line in imports.splitlines() if not line.startswith("import time:")]
@@ -154,13 +159,13 @@ def test_an_interrupt_during_imports_is_one_line(program, tmp_path):
   save_resolved(load_config(keys), tmp_path / "run" / "config.yml")
   (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
   (tmp_path / "config.json").write_text("{}")
-  command = ["from_hf", tmp_path] if program == "convert" else []
+  command = ["-m", f"maxlite.{program}"]
+  if program == "convert":
+    command += ["from_hf", tmp_path]
   path = os.pathsep.join([str(tmp_path), str(ROOT)])
-  arguments = ["-m", f"maxlite.{program}", *command, *keys]
-  assert finish(open_process(*arguments, PYTHONPATH=path))[1:] == (
-    "",
-    f"maxlite.{program}: interrupted\n",
-  )
+  _, out, err = finish(open_process(command + keys, PYTHONPATH=path))
+  assert out == ""
+  assert err == f"maxlite.{program}: interrupted\n"
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +189,10 @@ def untrained(tmp_path_factory):
   ],
 )
 def test_mistakes_in_a_run_folder_do_not_import_jax(untrained, program, argument, message):
-  command = ["to_hf"] if program == "convert" else []
-  argv = ["-X", "importtime", "-m", f"maxlite.{program}", *command, *untrained, argument]
-  code, out, imports = finish(open_process(*argv))
+  command = ["-X", "importtime", "-m", f"maxlite.{program}"]
+  if program == "convert":
+    command.append("to_hf")
+  code, out, imports = finish(open_process([*command, *untrained, argument]))
   (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out) == (2, "")
   assert line.startswith(f"maxlite.{program}: ")
@@ -197,7 +203,7 @@ def test_mistakes_in_a_run_folder_do_not_import_jax(untrained, program, argument
 def test_an_output_folder_that_is_a_file_is_found_without_jax(tmp_path):
   (tmp_path / "file").touch()
   argv = ["-X", "importtime", "-m", "maxlite.train", f"base_output_directory={tmp_path}/file/runs"]
-  code, out, imports = finish(open_process(*argv))
+  code, out, imports = finish(open_process(argv))
   (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out) == (2, "")
   assert f"{tmp_path}/file is a file): choose another base_output_directory" in line
@@ -206,7 +212,7 @@ def test_an_output_folder_that_is_a_file_is_found_without_jax(tmp_path):
 
 def test_a_missing_folder_to_import_is_found_without_jax():
   argv = ["-X", "importtime", "-m", "maxlite.convert", "from_hf", "OWNER/NAME", "run_name=x"]
-  code, out, imports = finish(open_process(*argv))
+  code, out, imports = finish(open_process(argv))
   (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out) == (2, "")
   assert "OWNER/NAME is not a folder: to import a model of the Hugging Face Hub, download" in line
@@ -217,9 +223,10 @@ def test_a_port_in_use_is_found_without_jax(tmp_path):
   keys = [f"base_output_directory={tmp_path}", "run_name=run"]
   save_resolved(load_config(keys), tmp_path / "run" / "config.yml")
   (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+  command = ["-X", "importtime", "-m", "maxlite.serve"]
   with socket.create_server(("127.0.0.1", 0)) as other:
     port = f"serve_port={other.getsockname()[1]}"
-    code, _, imports = finish(open_process("-X", "importtime", "-m", "maxlite.serve", *keys, port))
+    code, _, imports = finish(open_process([*command, *keys, port]))
   assert code == 2
   assert f"{port}: Address already in use: choose another serve_port" in imports
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
@@ -230,11 +237,12 @@ def shardings(monkeypatch, capsys):
   """A function from arguments to the columns of the lines that the tool prints."""
   tool = ROOT / "tools/inspect/shardings.py"
 
-  def run(*argv):
+  def run(argv):
     monkeypatch.setattr(sys, "argv", [str(tool), *argv])
     with pytest.raises(SystemExit, match="0"):
       runpy.run_path(str(tool), run_name="__main__")
-    return [re.split(r" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    return [re.split(r" {2,}", line.strip()) for line in lines]
 
   return run
 
@@ -243,7 +251,7 @@ def shardings(monkeypatch, capsys):
 def test_shardings_prints_every_parameter_once(shardings):
   argv = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
   placements = build_trainer(load_config(argv)).parameter_shardings
-  lines = shardings(*argv)
+  lines = shardings(argv)
   mesh = "ensemble=1 x data=1 x fsdp=4 x context=1 x expert=1 x tensor=2"
   assert lines[0][0] == f"8 devices: {mesh}"
   rows = {line[0]: line for line in lines[2:-1]}
@@ -261,32 +269,37 @@ def test_shardings_prints_every_parameter_once(shardings):
 def test_killed_run_resumes_to_identical_results(run_keys, tmp_path):
   argv = [f"jax_cache_dir={tmp_path}", "steps=40", "checkpoint_period=5", "log_period=1"]
   argv += ["eval_split=tail", "eval_interval=10", "eval_steps=2", "router_jitter=0.1", run_keys[2]]
-  tool = open_process("tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *argv)
+  tool = open_process(["tools/inspect/kill_test.py", "--kills", "3", BASE, *TINY, *argv])
   code, out, err = finish(tool)
-  assert (code, "killed 3 times" in out, "losses equal: True" in out) == (0, True, True), out + err
+  assert code == 0, out + err
+  assert "killed 3 times" in out, out + err
+  assert "losses equal: True" in out, out + err
 
 
 @pytest.mark.smoke
 def test_shardings_stacks_the_parameters_of_members_of_one_model(shardings):
   sweep = "sweep={grid: {init_weights_seed: [0, 1, 2, 3]}}"
-  rows = shardings(str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep)
+  rows = shardings([str(BASE), *TINY, "ici_ensemble_parallelism=2", sweep])
   _, names, spec, shape, num_bytes = next(row for row in rows if row[0] == "unembed/kernel")
   assert names == "ensemble embed vocab"
   assert spec.startswith("P('ensemble', ")
   num_members, *sizes = map(int, shape.split())
-  assert (num_members, int(num_bytes.replace(",", ""))) == (4, 4 * 4 * math.prod(sizes) // 8)
+  assert num_members == 4
+  assert int(num_bytes.replace(",", "")) == 4 * 4 * math.prod(sizes) // 8
 
 
 def test_the_package_lists_its_commands():
-  code, out, err = finish(open_process("-m", "maxlite"))
+  code, out, err = finish(open_process(["-m", "maxlite"]))
   assert (code, err) == (0, "")
   main = re.compile(r"^if __name__ == .__main__.:$", re.MULTILINE)
   package = ROOT / "maxlite"
-  scripts = [*package.glob("*.py"), *package.glob("*/__main__.py")]
-  names = [path.stem if path.parent == package else path.parent.name for path in scripts]
-  commands = {
-    name for name, path in zip(names, scripts, strict=True) if main.search(path.read_text())
-  }
+  commands = set()
+  for path in (*package.glob("*.py"), *package.glob("*/__main__.py")):
+    if main.search(path.read_text()):
+      name = path.stem
+      if path.parent != package:
+        name = path.parent.name
+      commands.add(name)
   assert set(re.findall(r"python -m maxlite\.(\w+)  ", out)) == commands - {"__main__"}
-  code, out, err = finish(open_process("-m", "maxlite", "train", "steps=5"))
+  code, out, err = finish(open_process(["-m", "maxlite", "train", "steps=5"]))
   assert (code, out, err) == (2, "", "maxlite: write a dot: python -m maxlite.train steps=5\n")

@@ -1,5 +1,7 @@
 """Attention to a cache in blocks equals the reference, and skips blocks without visible keys."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,8 @@ H = 4
 C = 8
 S = 11
 CUTS = {"one block": [], "three blocks": [4, 9]}
-LENGTH_B = np.array(
-  [3, 8, 9]
-)  # number of keys including those of the queries; the last block has no visible key
+# Number of keys including those of the queries; the last block has no visible key.
+LENGTH_B = np.array([3, 8, 9])
 
 
 def drawn(*shape):
@@ -26,7 +27,9 @@ def drawn(*shape):
 @pytest.mark.parametrize(("num_groups", "sinks"), [(1, False), (2, True), (4, False)])
 def test_agrees_with_the_reference(cuts, num_groups, sinks):
   q_BTHC = drawn(B, T, H, C)
-  sink_H = drawn(H) if sinks else None
+  sink_H = None
+  if sinks:
+    sink_H = drawn(H)
   k_BGSC = drawn(B, num_groups, S, C)
   v_BGSC = drawn(B, num_groups, S, C + 1)
   options = {"scale": 0.7, "soft_cap": 1.5, "sink_H": sink_H}
@@ -40,14 +43,18 @@ def test_agrees_with_the_reference(cuts, num_groups, sinks):
   keys = blocks(k_BGSC, 2)
   values = blocks(v_BGSC, 2)
   if cuts:  # a skipped block may contain anything
-    keys[-1], values[-1] = keys[-1] * jnp.nan, values[-1] * jnp.nan
-  got_BTHC = jax.jit(lambda *args: cached.attention(*args, **options))(q_BTHC, keys, values, masks)
+    keys[-1] = jnp.full_like(keys[-1], jnp.nan)
+    values[-1] = jnp.full_like(values[-1], jnp.nan)
+  attend = jax.jit(functools.partial(cached.attention, **options))
+  got_BTHC = attend(q_BTHC, keys, values, masks)
   for b, length in enumerate(LENGTH_B):
     ones = np.ones((1, length), np.int32)
+    k_1GSC = k_BGSC[b : b + 1, :, :length]
+    v_1GSC = v_BGSC[b : b + 1, :, :length]
     want_1THC = api.attention(
       q_BTHC[b : b + 1],
-      k_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
-      v_BGSC[b : b + 1, :, :length].swapaxes(1, 2),
+      k_1GSC.swapaxes(1, 2),
+      v_1GSC.swapaxes(1, 2),
       q_segment_BT=ones[:, :T],
       kv_segment_BS=ones,
       q_start=length - T,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 
 from maxlite.kernels.gated_delta import chunked, reference
 from maxlite.kernels.gated_delta.inputs import DeltaInputs
@@ -44,6 +45,13 @@ def draw_state() -> jax.Array:
   return jnp.asarray(np.random.default_rng(1).normal(size=shape))
 
 
+def floats_of(inputs: DeltaInputs) -> dict[str, jax.Array]:
+  """The inputs that have gradients."""
+  floats = inputs._asdict()
+  del floats["is_start_BT"]
+  return floats
+
+
 def positions(inputs: DeltaInputs, span: slice) -> DeltaInputs:
   return jax.tree.map(lambda x: x[:, span], inputs)
 
@@ -58,22 +66,22 @@ def test_chunks_equal_the_recurrence(num_positions, starts):
   inputs = draw_inputs(num_positions, starts)
   state = draw_state()
 
-  def loss(run, floats, state):
-    y, after = run(DeltaInputs(*floats, inputs.is_start_BT), state)
-    weight = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
-    return jnp.sum(weight * y) + jnp.sum(after**2), (y, after)
-
   def run_chunked(inputs, state):
     return chunked.gated_delta(inputs, state, CHUNK)
 
-  results = []
-  for run in (reference.gated_delta, run_chunked):
-    differentiate = jax.value_and_grad(
-      lambda floats, state, run=run: loss(run, floats, state), argnums=(0, 1), has_aux=True
-    )
-    results.append(jax.jit(differentiate)(inputs[:-1], state))
-  expected, found = results
-  for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+  def differentiate(run):
+    """Results of `run`, and gradients of its floating-point inputs and state."""
+
+    def loss(floats, state):
+      y, after = run(inputs._replace(**floats), state)
+      weight = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+      return jnp.sum(weight * y) + jnp.sum(after**2), (y, after)
+
+    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return jax.jit(value_and_grad)(floats_of(inputs), state)
+
+  expected = differentiate(reference.gated_delta)
+  for got, want in trees.leaf_pairs(differentiate(run_chunked), expected):
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
@@ -105,10 +113,10 @@ def test_no_gradient_crosses_the_start_of_a_document(module):
   inputs = draw_inputs(20, [(0, 11), (1, 11)])
 
   def second_document(floats):
-    y, _ = module.gated_delta(DeltaInputs(*floats, inputs.is_start_BT), draw_state())
+    y, _ = module.gated_delta(inputs._replace(**floats), draw_state())
     return jnp.sum(y[:, 11:] ** 2)
 
-  for gradient in jax.grad(second_document)(inputs[:-1]):
+  for gradient in jax.grad(second_document)(floats_of(inputs)).values():
     assert not np.any(gradient[:, :11])  # exactly
     assert np.any(gradient[:, 11:])
 
@@ -116,9 +124,12 @@ def test_no_gradient_crosses_the_start_of_a_document(module):
 def test_the_state_carries_over():
   inputs = draw_inputs(21, [(0, 4)])
   y, state = chunked.gated_delta(inputs, draw_state(), CHUNK)
-  first, between = chunked.gated_delta(positions(inputs, slice(0, 13)), draw_state(), CHUNK)
-  second, last = reference.gated_delta(positions(inputs, slice(13, None)), between)
-  np.testing.assert_allclose(y, jnp.concatenate([first, second], axis=1), rtol=1e-9, atol=1e-12)
+  first_inputs = positions(inputs, slice(0, 13))
+  second_inputs = positions(inputs, slice(13, None))
+  first, between = chunked.gated_delta(first_inputs, draw_state(), CHUNK)
+  second, last = reference.gated_delta(second_inputs, between)
+  joined = jnp.concatenate([first, second], axis=1)
+  np.testing.assert_allclose(y, joined, rtol=1e-9, atol=1e-12)
   np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)
 
 

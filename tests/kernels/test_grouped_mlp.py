@@ -1,11 +1,13 @@
 """grouped_mlp against one dense network per group, values and gradients."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import Literal
@@ -32,16 +34,20 @@ def make_params(rng, *, biased, num_in=2, dtype=np.float64):
     return rng.normal(size=(NUM_GROUPS, *shape)).astype(dtype)
 
   wi = tuple(draw(DIM, HIDDEN) for _ in range(num_in))
-  biases = Biases(tuple(draw(HIDDEN) for _ in wi), draw(DIM)) if biased else None
+  biases = None
+  if biased:
+    biases = Biases(tuple(draw(HIDDEN) for _ in wi), draw(DIM))
   return wi, draw(HIDDEN, DIM), biases
 
 
 def make_rows(rng, sizes, dtype=np.float64):
   """(x_MD, weight_M, dy_MD) with NaN in rows that must not be read."""
-  rows = [rng.normal(size=(NUM_ROWS, *shape)) for shape in ((DIM,), (), (DIM,))]
-  for array in rows:
+  x_MD = rng.normal(size=(NUM_ROWS, DIM))
+  weight_M = rng.normal(size=NUM_ROWS)
+  dy_MD = rng.normal(size=(NUM_ROWS, DIM))
+  for array in (x_MD, weight_M, dy_MD):
     array[sum(sizes) :] = np.nan
-  return rows[0].astype(dtype), rows[1].astype(np.float64), rows[2].astype(dtype)
+  return x_MD.astype(dtype), weight_M, dy_MD.astype(dtype)
 
 
 def network(backend, sizes_G, x_MD, weight_M, params, activation=GATED):
@@ -54,8 +60,8 @@ def network(backend, sizes_G, x_MD, weight_M, params, activation=GATED):
 def run(backend, sizes_G, x_MD, weight_M, params, dy_MD, activation=GATED):
   """(y_MD, dx_MD, dweight_M, gradients of params)"""
 
-  def apply(*operands):
-    return network(backend, sizes_G, *operands, activation=activation)
+  def apply(x_MD, weight_M, params):
+    return network(backend, sizes_G, x_MD, weight_M, params, activation)
 
   y_MD, vjp = jax.vjp(apply, x_MD, weight_M, params)
   return y_MD, *vjp(dy_MD)
@@ -82,49 +88,42 @@ def oracle(sizes, x_MD, weight_M, params, dy_MD, activation=GATED):
 
   used = sum(sizes)
   y_MD, vjp = jax.vjp(apply, x_MD[:used], weight_M[:used], params)
-  *rows, dparams = y_MD, *vjp(dy_MD[:used])
-
-  def pad(a):
-    return jnp.pad(a, ((0, NUM_ROWS - used), *((0, 0),) * (a.ndim - 1)))
-
-  return *map(pad, rows), dparams
+  dx_MD, dweight_M, dparams = vjp(dy_MD[:used])
+  dead_rows = (0, NUM_ROWS - used)
+  return (
+    jnp.pad(y_MD, (dead_rows, (0, 0))),
+    jnp.pad(dx_MD, (dead_rows, (0, 0))),
+    jnp.pad(dweight_M, dead_rows),
+    dparams,
+  )
 
 
 def without_dead_rows(results, sizes):
   """The results of `run` with zeros in the rows past the last group, which are undefined."""
-  *rows, dparams = results
-  live_M = np.arange(NUM_ROWS) < sum(sizes)
-
-  def mask(a):
-    return np.where(live_M.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
-
-  return *(mask(np.asarray(a)) for a in rows), dparams
+  y_MD, dx_MD, dweight_M, dparams = jax.tree.map(np.array, results)
+  for array in (y_MD, dx_MD, dweight_M):
+    array[sum(sizes) :] = 0
+  return y_MD, dx_MD, dweight_M, dparams
 
 
 def assert_equal_trees(actual, expected, unit):
-  actual, expected = (map(np.asarray, jax.tree.leaves(tree)) for tree in (actual, expected))
-  assert_close(list(actual), list(expected), unit)
-
-
-@functools.cache  # the reference compiles separately for every routing
-def solved_case(routing, biased):
-  """((sizes_G, x_MD, weight_M, params, dy_MD), expected results of `run`)"""
-  rng = np.random.default_rng(0)
-  sizes = ROUTINGS[routing]
-  params = make_params(rng, biased=biased)
-  x_MD, weight_M, dy_MD = make_rows(rng, sizes)
-  expected = oracle(sizes, x_MD, weight_M, params, dy_MD)
-  return (np.array(sizes), x_MD, weight_M, params, dy_MD), expected
+  actual_leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(actual)]
+  expected_leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
+  assert_close(actual_leaves, expected_leaves, unit)
 
 
 @pytest.mark.parametrize("biased", [slow(False), True])
 @pytest.mark.parametrize("backend", HERE)
 def test_agrees_with_one_dense_network_per_group_in_float64(backend, biased):
-  with jax.enable_x64(True):
-    for routing in ("skewed", "one_hot", "tail", "aligned", "no_rows_used"):
-      arrays, expected = solved_case(routing, biased)
-      results = without_dead_rows(run(backend, *arrays), ROUTINGS[routing])
-      assert_equal_trees(results, expected, unit=1e-12)
+  for routing in ("skewed", "one_hot", "tail", "aligned", "no_rows_used"):
+    sizes = ROUTINGS[routing]
+    rng = np.random.default_rng(0)
+    params = make_params(rng, biased=biased)
+    x_MD, weight_M, dy_MD = make_rows(rng, sizes)
+    with jax.enable_x64(True):
+      results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
+      expected = oracle(sizes, x_MD, weight_M, params, dy_MD)  # compiles once for each routing
+      assert_equal_trees(without_dead_rows(results, sizes), expected, unit=1e-12)
 
 
 @pytest.mark.parametrize("backend", HERE)
@@ -147,23 +146,22 @@ def test_adapters_are_low_rank_changes_of_the_matrices(backend):
     return grouped_mlp(x_MD, weight_M, wi, wo, np.array(sizes), **options)
 
   def with_sums(x_MD, weight_M, wi, wo, adapters):
-    changed = [
-      w + adapter.a_GDR @ adapter.b_GRF for w, adapter in zip(wi, adapters.wi, strict=True)
-    ]
+    changed = []
+    for w, own in zip(wi, adapters.wi, strict=True):
+      changed.append(w + own.a_GDR @ own.b_GRF)
     changed_wo = wo + adapters.wo.a_GDR @ adapters.wo.b_GRF
     params = tuple(changed), changed_wo, biases
     return network(backend, np.array(sizes), x_MD, weight_M, params)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def solve(function, dy_MD, *operands):
-    y_MD, vjp = jax.vjp(function, *operands)
+  def solve(function):
+    y_MD, vjp = jax.vjp(function, x_MD, weight_M, wi, wo, adapters)
     dx_MD, dweight_M, *dparams = vjp(dy_MD)
     return y_MD, dx_MD, dweight_M, dparams
 
   with jax.enable_x64(True):
-    operands = (dy_MD, x_MD, weight_M, wi, wo, adapters)
-    results = without_dead_rows(solve(with_factors, *operands), sizes)
-    expected = without_dead_rows(solve(with_sums, *operands), sizes)
+    results = without_dead_rows(solve(with_factors), sizes)
+    expected = without_dead_rows(solve(with_sums), sizes)
     assert_equal_trees(results, expected, unit=1e-12)
 
 
@@ -175,7 +173,8 @@ def test_without_a_gate(backend):
   x_MD, weight_M, dy_MD = make_rows(rng, sizes)
   with jax.enable_x64(True):
     results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD, jnp.sin)
-    assert_equal_trees(results, oracle(sizes, x_MD, weight_M, params, dy_MD, jnp.sin), unit=1e-12)
+    expected = oracle(sizes, x_MD, weight_M, params, dy_MD, jnp.sin)
+    assert_equal_trees(results, expected, unit=1e-12)
 
 
 @pytest.mark.parametrize("biased", [slow(False), True])
@@ -187,16 +186,23 @@ def test_bfloat16_rows_keep_the_precision_of_weight_gradients(backend, biased):
   x_MD, weight_M, dy_MD = make_rows(rng, sizes, jnp.bfloat16)
   weight_M = weight_M.astype(np.float32)
   results = run(backend, np.array(sizes), x_MD, weight_M, params, dy_MD)
-  types = [jnp.bfloat16, jnp.bfloat16, *[np.float32] * (1 + len(jax.tree.leaves(params)))]
-  assert [leaf.dtype for leaf in jax.tree.leaves(results)] == types
-  if backend != "ragged_dot":  # XLA's gradient rule rounds to x's type
-    for gradient in jax.tree.leaves(results[3]):
+  y_MD, dx_MD, dweight_M, dparams = results
+  assert y_MD.dtype == jnp.bfloat16
+  assert dx_MD.dtype == jnp.bfloat16
+  assert dweight_M.dtype == np.float32
+  for gradient in jax.tree.leaves(dparams):
+    assert gradient.dtype == np.float32
+    if backend != "ragged_dot":  # XLA's gradient rule rounds to x's type
       assert (gradient != gradient.astype(jnp.bfloat16).astype(np.float32)).any()
   with jax.enable_x64(True):
-    wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, params, dy_MD))
-    expected = oracle(sizes, *wide)
+    expected = oracle(sizes, wide(x_MD), wide(weight_M), wide(params), wide(dy_MD))
   # Operands, hidden rows and their gradients are each rounded to 8 bits.
   assert_equal_trees(results, expected, unit=2.0**-6)
+
+
+def wide(tree):
+  """The same numbers in float64."""
+  return jax.tree.map(lambda array: array.astype(np.float64), tree)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -232,34 +238,45 @@ def test_kernels_for_tpus_touch_only_live_rows(dtype, row_shape, names, limit, b
   def draw(*dims):
     return rng.normal(size=(NUM_GROUPS, *dims)).astype(np.float32) / 8
 
-  biases = Biases(tuple(draw(hidden) for _ in names), draw(dim)) if biased else None
+  biases = None
+  if biased:
+    biases = Biases(tuple(draw(hidden) for _ in names), draw(dim))
   params = tuple(draw(dim, hidden) for _ in names), draw(hidden, dim), biases
-  x_MD, dy_MD = (rng.normal(size=(NUM_ROWS, dim)).astype(dtype) for _ in range(2))
+  x_MD = rng.normal(size=(NUM_ROWS, dim)).astype(dtype)
+  dy_MD = rng.normal(size=(NUM_ROWS, dim)).astype(dtype)
   weight_M = rng.normal(size=NUM_ROWS).astype(np.float32)
+  unit = {"float32": 2e-5, "bfloat16": 2.0**-6}[dtype]
+  shape = (x_MD.size // math.prod(row_shape), *row_shape)
   for sizes in (ROUTINGS["tail"], ROUTINGS["no_rows_used"]):
     for array in (x_MD, dy_MD, weight_M):
       array[sum(sizes) :] = np.nan
-    x_M, dy_M = (array.reshape(-1, *row_shape) for array in (x_MD, dy_MD))
-    results = run_for_tpu(activation, np.array(sizes), x_M, weight_M, params, dy_M)
-    assert results[0].shape == results[1].shape == x_M.shape
-    flat = (array.reshape(x_MD.shape) for array in results[:2])
+    y_M, dx_M, dweight_M, dparams = run_for_tpu(
+      activation, np.array(sizes), x_MD.reshape(shape), weight_M, params, dy_MD.reshape(shape)
+    )
+    assert y_M.shape == shape
+    assert dx_M.shape == shape
+    results = (y_M.reshape(x_MD.shape), dx_M.reshape(x_MD.shape), dweight_M, dparams)
     with jax.enable_x64(True):
-      wide = jax.tree.map(lambda a: a.astype(np.float64), (x_MD, weight_M, params, dy_MD))
-      expected = oracle(sizes, *wide, activation)
-    got = without_dead_rows((*flat, *results[2:]), sizes)
-    assert_equal_trees(got, expected, unit=2e-5 if dtype == "float32" else 2.0**-6)
+      expected = oracle(sizes, wide(x_MD), wide(weight_M), wide(params), wide(dy_MD), activation)
+    assert_equal_trees(without_dead_rows(results, sizes), expected, unit)
 
 
 def test_on_tpus_the_gradient_of_wo_frees_its_rows_before_those_of_x_are_computed():
-  rows = (NUM_ROWS, 1024), (NUM_ROWS,), (NUM_ROWS, 1024)
-  weights = (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 1024, 24), (NUM_GROUPS, 24, 1024)
-  x_MD, weight_M, dy_MD, *wi, wo = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (*rows, *weights))
+  def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  x_MD = floats(NUM_ROWS, 1024)
+  weight_M = floats(NUM_ROWS)
+  wi_GDF = floats(NUM_GROUPS, 1024, 24)
+  wo_GFD = floats(NUM_GROUPS, 24, 1024)
+  params = ((wi_GDF, wi_GDF), wo_GFD, None)
   sizes_G = jax.ShapeDtypeStruct((NUM_GROUPS,), jnp.int32)
 
-  def of_x(*operands):
-    return run_for_tpu(GATED, *operands)[1]
+  def gradient_of_x(sizes_G, x_MD, weight_M, params, dy_MD):
+    _, dx_MD, _, _ = run_for_tpu(GATED, sizes_G, x_MD, weight_M, params, dy_MD)
+    return dx_MD
 
-  jaxpr = jax.make_jaxpr(of_x)(sizes_G, x_MD, weight_M, (tuple(wi), wo, None), dy_MD).jaxpr
+  jaxpr = jax.make_jaxpr(gradient_of_x)(sizes_G, x_MD, weight_M, params, x_MD).jaxpr
   (call,) = jaxpr.eqns
   program = call.params["jaxpr"].jaxpr
   needed = {program.outvars[call.outvars.index(jaxpr.outvars[0])]}
@@ -288,11 +305,14 @@ def test_of_hidden_rows_only_the_activations_operands_are_saved(backend, capsys)
   x_MD, weight_M, _ = make_rows(rng, ROUTINGS["uniform"], np.float32)
   apply = functools.partial(network, backend, np.array(ROUTINGS["uniform"]))
   print_saved_residuals(apply, x_MD, weight_M.astype(np.float32), params)
-  hidden = (f"[{NUM_ROWS},{HIDDEN}]", f"[{NUM_ROWS},{2 * HIDDEN}]")  # separate or concatenated
-  lines = capsys.readouterr().out.splitlines()
-  kept = [line for line in lines if any(shape in line for shape in hidden)]
-  assert all("named 'mlpwi'" in line for line in kept)
-  assert sum(1 + (hidden[1] in line) for line in kept) == 2
+  num_saved = 0
+  for line in capsys.readouterr().out.splitlines():
+    is_one = f"[{NUM_ROWS},{HIDDEN}]" in line
+    are_both = f"[{NUM_ROWS},{2 * HIDDEN}]" in line  # concatenated
+    if is_one or are_both:
+      assert "named 'mlpwi'" in line
+      num_saved += 1 + are_both
+  assert num_saved == 2
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
@@ -302,25 +322,31 @@ def test_full_remat_recomputes_only_the_products_with_wi(backend):
   num_rows = 20
   dim = 64
 
+  x_MD = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+  w_NGDD = jax.ShapeDtypeStruct((num_layers, 1, dim, dim), jnp.float32)
+  sizes_G = jax.ShapeDtypeStruct((1,), jnp.int32)
+
   def flops(remake):
     def loss(x_MD, w_NGDD, sizes_G):
       def layer(x_MD, w_GDD):
         options = {"activation": GATED, "backend": backend}
-        return grouped_mlp(x_MD, x_MD[:, 0], (w_GDD, w_GDD + 1), w_GDD, sizes_G, **options), None
+        wi = (w_GDD, w_GDD + 1)
+        return grouped_mlp(x_MD, x_MD[:, 0], wi, w_GDD, sizes_G, **options), None
 
-      return jnp.sum(jax.lax.scan(remake(layer), x_MD, w_NGDD)[0])
+      y_MD, _ = jax.lax.scan(remake(layer), x_MD, w_NGDD)
+      return jnp.sum(y_MD)
 
-    shapes = (num_rows, dim), (num_layers, 1, dim, dim), (1,)
-    operands = map(jax.ShapeDtypeStruct, shapes, (jnp.float32, jnp.float32, jnp.int32))
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*operands).compile()
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    compiled = gradient.lower(x_MD, w_NGDD, sizes_G).compile()
     return compiled.cost_analysis()["flops"]
 
   remade = flops(functools.partial(jax.checkpoint, prevent_cse=False))
-  np.testing.assert_allclose(remade / flops(lambda layer: layer), 11 / 9, atol=0.04)
+  saved = flops(lambda layer: layer)
+  np.testing.assert_allclose(remade / saved, 11 / 9, atol=0.04)
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_vmap_equals_separate_calls(backend):
+def two_members():
+  """The operands of `run` for two seeds and routings."""
   members = []
   for seed, routing in enumerate(("tail", "skewed")):
     rng = np.random.default_rng(seed)
@@ -328,34 +354,39 @@ def test_vmap_equals_separate_calls(backend):
     x_MD, weight_M, dy_MD = make_rows(rng, ROUTINGS[routing], np.float32)
     sizes_G = np.array(ROUTINGS[routing], np.int32)
     members.append((sizes_G, x_MD, weight_M.astype(np.float32), params, dy_MD))
-  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
-  together = jax.vmap(functools.partial(run, backend))(*stacked)
+  return members
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_vmap_equals_separate_calls(backend):
+  def run_member(member):
+    sizes_G, x_MD, weight_M, params, dy_MD = member
+    return run(backend, sizes_G, x_MD, weight_M, params, dy_MD)
+
+  members = two_members()
+  together = jax.vmap(run_member)(trees.stack(members))
   for number, member in enumerate(members):
     mine = jax.tree.map(lambda leaf, number=number: leaf[number], together)
-    assert_equal_trees(mine, run(backend, *member), unit=1e-5)
+    assert_equal_trees(mine, run_member(member), unit=1e-5)
 
 
 @pytest.mark.parametrize("backend", HERE)
 def test_shards_have_separate_experts_inside_shard_map(backend):
   mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-  shards = []
-  for seed, routing in enumerate(("tail", "skewed")):
-    rng = np.random.default_rng(seed)
-    params = make_params(rng, biased=False, dtype=np.float32)
-    x_MD, weight_M, dy_MD = make_rows(rng, ROUTINGS[routing], np.float32)
-    sizes_G = np.array(ROUTINGS[routing], np.int32)
-    shards.append((sizes_G, x_MD, weight_M.astype(np.float32), params, dy_MD))
-  whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *shards)
+  shards = two_members()
+  whole = trees.concatenate(shards)
   local = jax.shard_map(
     functools.partial(network, backend), mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
   )
 
   @jax.jit
-  def together(sizes_G, x_MD, weight_M, params, dy_MD):
+  def together(operands):
+    sizes_G, x_MD, weight_M, params, dy_MD = operands
     y_MD, vjp = jax.vjp(functools.partial(local, sizes_G), x_MD, weight_M, params)
     return y_MD, *vjp(dy_MD)
 
-  parts = together(*whole)
-  for number, shard in enumerate(shards):
+  parts = together(whole)
+  for number, (sizes_G, x_MD, weight_M, params, dy_MD) in enumerate(shards):
     mine = jax.tree.map(lambda leaf, number=number: np.split(leaf, 2)[number], parts)
-    assert_equal_trees(mine, run(backend, *shard), unit=1e-5)
+    alone = run(backend, sizes_G, x_MD, weight_M, params, dy_MD)
+    assert_equal_trees(mine, alone, unit=1e-5)

@@ -1,5 +1,6 @@
 """Quantized products against NumPy with the same scales, and their straight-through gradients."""
 
+import functools
 import re
 
 import jax
@@ -23,7 +24,9 @@ SIZES = (3, 0, 30, 7)  # of 44 rows
 def draw(*shape):
   """Normal numbers of very different magnitudes, and a row of zeros."""
   rng = np.random.default_rng(0)
-  x = rng.normal(size=shape) * np.exp(3 * rng.normal(size=(shape[0], *[1] * (len(shape) - 1))))
+  x = rng.normal(size=shape)
+  magnitude_shape = (shape[0],) + (1,) * (len(shape) - 1)
+  x *= np.exp(3 * rng.normal(size=magnitude_shape))
   x[-1] = 0
   return x.astype(np.float32)
 
@@ -32,10 +35,12 @@ def oracle(x, kind, axes):
   """(values rounded by NumPy, scale)."""
   largest, dtype = {"int8": (127, np.int8), "fp8": (448, ml_dtypes.float8_e4m3fn)}[kind]
   peak = np.abs(x).max(axis=axes, keepdims=True)
-  scale = np.asarray(quantize(x, kind, np.atleast_1d(axes).tolist()).scale)
+  scale = np.asarray(quantize(x, kind, axes).scale)
   np.testing.assert_allclose(scale, np.where(peak == 0, 1, peak / largest), rtol=1e-6)
   values = x / scale
-  return (np.rint(values) if kind == "int8" else values).astype(dtype), scale
+  if kind == "int8":
+    values = np.rint(values)
+  return values.astype(dtype), scale
 
 
 def exact_product(x, w, kind):
@@ -48,7 +53,8 @@ def exact_product(x, w, kind):
 def test_a_product_is_that_of_rounded_operands(kind):
   x_TD = draw(40, 300)
   w_DF = draw(300, 6)
-  (x, x_scale), (w, w_scale) = oracle(x_TD, kind, 1), oracle(w_DF, kind, 0)
+  x, x_scale = oracle(x_TD, kind, (1,))
+  w, w_scale = oracle(w_DF, kind, (0,))
   np.testing.assert_array_equal(quantize(x_TD, kind, (1,)).values, x)
   y_TF = quantized_matmul(matmul, x_TD, w_DF, None, kind)
   expected = exact_product(x, w, kind) * x_scale * w_scale
@@ -61,7 +67,8 @@ def test_a_product_is_that_of_rounded_operands(kind):
 def test_a_grouped_product_is_that_of_rounded_operands(kind):
   x_MD = draw(44, 20)
   w_GDF = draw(4, 20, 6)
-  (x, x_scale), (w, w_scale) = oracle(x_MD, kind, 1), oracle(w_GDF, kind, (1, 2))
+  x, x_scale = oracle(x_MD, kind, (1,))
+  w, w_scale = oracle(w_GDF, kind, (1, 2))
   group_M = np.repeat(np.arange(4), SIZES)
   expected = np.zeros((44, 6), np.float32)
   for row, group in enumerate(group_M):
@@ -79,11 +86,26 @@ def test_gradients_are_those_of_the_product_at_the_quantized_operands(kind):
   x_TD = draw(40, 30)
   w_DF = draw(30, 6)
   dy_TF = draw(40, 6)
-  rounded = [
-    quantize(a, kind, axes).dequantize(jnp.float32) for a, axes in ((x_TD, (1,)), (w_DF, (0,)))
-  ]
-  got = jax.vjp(lambda x, w: quantized_matmul(matmul, x, w, None, kind), x_TD, w_DF)[1](dy_TF)
-  for gradient, expected in zip(got, jax.vjp(matmul, *rounded)[1](dy_TF), strict=True):
+
+  def multiply(x_TD, w_DF):
+    return quantized_matmul(matmul, x_TD, w_DF, None, kind)
+
+  rounded_TD = quantize(x_TD, kind, (1,)).dequantize(jnp.float32)
+  rounded_DF = quantize(w_DF, kind, (0,)).dequantize(jnp.float32)
+  assert_equal_gradients(
+    gradients(multiply, x_TD, w_DF, dy_TF), gradients(matmul, rounded_TD, rounded_DF, dy_TF)
+  )
+
+
+def gradients(multiply, x, w, dy):
+  """(dx, dw)"""
+  _, vjp = jax.vjp(multiply, x, w)
+  return vjp(dy)
+
+
+def assert_equal_gradients(got, want):
+  """Assert that gradients are equal bit for bit, and not all zero."""
+  for gradient, expected in zip(got, want, strict=True):
     np.testing.assert_array_equal(gradient, expected)
     assert np.any(gradient)
 
@@ -97,15 +119,13 @@ def test_grouped_gradients_are_those_at_the_quantized_operands(kind):
   def multiply(x, w, kind=""):
     return grouped_matmul(x, w, jnp.array(SIZES), backend="tiled", quantization=kind)
 
-  rounded = [
-    quantize(a, kind, axes).dequantize(jnp.float32) for a, axes in ((x_MD, (1,)), (w_GDF, (1, 2)))
-  ]
+  rounded_MD = quantize(x_MD, kind, (1,)).dequantize(jnp.float32)
+  rounded_GDF = quantize(w_GDF, kind, (1, 2)).dequantize(jnp.float32)
   dead = sum(SIZES)
-  x_MD[dead:], dy_MF[dead:] = np.nan, np.nan
-  got = jax.vjp(lambda x, w: multiply(x, w, kind), x_MD, w_GDF)[1](dy_MF)
-  for gradient, expected in zip(got, jax.vjp(multiply, *rounded)[1](dy_MF), strict=True):
-    np.testing.assert_array_equal(gradient, expected)
-    assert np.any(gradient)
+  x_MD[dead:] = np.nan
+  dy_MF[dead:] = np.nan
+  got = gradients(functools.partial(multiply, kind=kind), x_MD, w_GDF, dy_MF)
+  assert_equal_gradients(got, gradients(multiply, rounded_MD, rounded_GDF, dy_MF))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,9 +146,7 @@ def test_linear_layers_and_experts_are_quantized_and_nothing_else(family, dots, 
   tokens_BT = np.zeros((1, 8), int)
   variables = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens_BT))
   jaxpr = str(jax.make_jaxpr(model.apply)(variables, tokens_BT))
-  products = [
-    re.findall(rf":i32\[[^\n]* = {name}\[", jaxpr) for name in ("dot_general", "ragged_dot\\w*")
-  ]
-  assert list(map(len, products)) == [dots, ragged_dots]
+  assert len(re.findall(r":i32\[[^\n]* = dot_general\[", jaxpr)) == dots
+  assert len(re.findall(r":i32\[[^\n]* = ragged_dot\w*\[", jaxpr)) == ragged_dots
   assert len(re.findall(":i8", jaxpr)) >= 2 * (dots + ragged_dots)
   assert re.search(r":f32\[[^\n]* = dot_general\[", jaxpr)  # the logits

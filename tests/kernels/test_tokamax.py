@@ -34,13 +34,15 @@ def attend(mask, q_BTHC, k_BSGC, v_BSGC, soft_cap=0.0):
 
 
 def attend_ones(dtype):
-  mask = AttentionMask(np.ones((1, 8), np.int32), np.ones((1, 8), np.int32), 0, None)
-  return attend(mask, *(jnp.ones((1, 8, 2, 16), dtype) for _ in range(3)))
+  segment_BT = np.ones((1, 8), np.int32)
+  mask = AttentionMask(segment_BT, segment_BT, 0, None)
+  ones_BTHC = jnp.ones((1, 8, 2, 16), dtype)
+  return attend(mask, ones_BTHC, ones_BTHC, ones_BTHC)
 
 
 def multiply(dtype):
-  x_MD, w_GDF, sizes_G, _ = make_case("tail", dtype)
-  return matmul_kernels.grouped_matmul(x_MD, w_GDF, sizes_G, DEFAULT_TILES)
+  arrays = make_case("tail", dtype)
+  return matmul_kernels.grouped_matmul(arrays.x_MD, arrays.w_GDF, arrays.sizes_G, DEFAULT_TILES)
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
