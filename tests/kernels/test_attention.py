@@ -66,12 +66,13 @@ class Case(NamedTuple):
 
 def make_case(num_kv_heads=2, num_value_channels=6, dtype=np.float64, num_positions=NUM_POSITIONS):
   draw = np.random.default_rng(0).normal
-  shapes = (
-    (NUM_SEQS, num_positions, NUM_QUERY_HEADS, NUM_CHANNELS),
-    (NUM_SEQS, num_positions, num_kv_heads, NUM_CHANNELS),
-    (NUM_SEQS, num_positions, num_kv_heads, num_value_channels),
+  lead = (NUM_SEQS, num_positions)
+  return Case(
+    q_BTHC=draw(size=(*lead, NUM_QUERY_HEADS, NUM_CHANNELS)).astype(dtype),
+    k_BSGC=draw(size=(*lead, num_kv_heads, NUM_CHANNELS)).astype(dtype),
+    v_BSGC=draw(size=(*lead, num_kv_heads, num_value_channels)).astype(dtype),
+    sink_H=SINK_H.astype(dtype),
   )
-  return Case(*(draw(size=shape).astype(dtype) for shape in shapes), SINK_H.astype(dtype))
 
 
 def make_cotangent(case):
@@ -97,40 +98,48 @@ def attend(
   sinks=False,
   **options,
 ):
-  *case, sink_H = case
+  if q_segment_BT is None:
+    q_segment_BT = segment_BT
+  sink_H = None
+  if sinks:
+    sink_H = case.sink_H
   return api.attention(
-    *case,
-    q_segment_BT=segment_BT if q_segment_BT is None else q_segment_BT,
+    case.q_BTHC,
+    case.k_BSGC,
+    case.v_BSGC,
+    q_segment_BT=q_segment_BT,
     kv_segment_BS=segment_BT,
     scale=0.3,
     q_start=q_start,
     backend=backend,
     block_q=block_q,
-    sink_H=sink_H if sinks else None,
+    sink_H=sink_H,
     **options,
   )
 
 
 def value_and_gradients(function, case, do_BTHC):
   o_BTHC, vjp = jax.vjp(function, case)
-  return [o_BTHC, *vjp(do_BTHC)[0]]
+  (gradients,) = vjp(do_BTHC)
+  return [o_BTHC, *gradients]
 
 
-@functools.cache
-def program(backend, **options):
-  """The compiled run(case, do_BTHC, segment_BT), which tests share."""
+# The keyword arguments of `attend` that a compiled program depends on.
+OPTIONS = ("block_q", "window", "soft_cap", "sinks")
 
-  def run(case, do_BTHC, segment_BT):
-    function = functools.partial(attend, backend, segment_BT=segment_BT, **options)
-    return value_and_gradients(function, case, do_BTHC)
 
-  return jax.jit(run)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=OPTIONS)
+def compiled_run(backend, case, do_BTHC, segment_BT, **options):
+  function = functools.partial(attend, backend, segment_BT=segment_BT, **options)
+  return value_and_gradients(function, case, do_BTHC)
 
 
 def run(backend, case, do_BTHC=None, segment_BT=SEGMENT_BT, **options):
   """[o_BTHC, dq_BTHC, dk_BSGC, dv_BSGC, dsink_H]"""
-  do_BTHC = make_cotangent(case) if do_BTHC is None else do_BTHC
-  return [np.asarray(a) for a in program(backend, **options)(case, do_BTHC, segment_BT)]
+  if do_BTHC is None:
+    do_BTHC = make_cotangent(case)
+  results = compiled_run(backend, case, do_BTHC, segment_BT, **options)
+  return [np.asarray(array) for array in results]
 
 
 def assert_all_close(actual, expected, atol):
@@ -151,8 +160,8 @@ def test_chunked_is_exact_for_any_block_size(num_kv_heads, block_q, num_value_ch
 
 def test_values_may_have_more_channels_than_keys():
   case = make_case(num_value_channels=11, dtype=np.float32)
-  results = (run(backend, case, window=9) for backend in ("dot_product", "reference"))
-  assert_all_close(*results, atol=1e-5)
+  expected = run("reference", case, window=9)
+  assert_all_close(run("dot_product", case, window=9), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -164,15 +173,18 @@ def test_values_may_have_more_channels_than_keys():
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
   case = make_case(dtype=dtype)
   options = SUPPORTED.get(backend, EVERYTHING)
-  # Our backends must pass with strict promotion; JAX's and tokamax's functions mix types.
-  with jax.numpy_dtype_promotion("standard" if backend in SUPPORTED else "strict"):
+  promotion = "strict"
+  if backend in SUPPORTED:  # JAX's and tokamax's functions mix types
+    promotion = "standard"
+  with jax.numpy_dtype_promotion(promotion):
     results = run(backend, case, **options)
-  assert [a.dtype for a in results] == [dtype] * 5
+  assert [array.dtype for array in results] == [dtype] * 5
   with jax.enable_x64(True):
-    wide = Case(*(a.astype(np.float64) for a in case))
+    wide = jax.tree.map(lambda array: array.astype(np.float64), case)
+    wide_BTHC = make_cotangent(case).astype(np.float64)
     function = functools.partial(attend, "reference", **options)
-    expected = value_and_gradients(function, wide, make_cotangent(case).astype(np.float64))
-    assert_all_close(results, [np.asarray(a) for a in expected], atol)
+    expected = value_and_gradients(function, wide, wide_BTHC)
+    assert_all_close(results, [np.asarray(array) for array in expected], atol)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,9 +194,12 @@ def test_a_token_depends_on_earlier_tokens_of_its_document_only(backend):
 
   probe_BTHC = np.zeros_like(make_cotangent(case))
   probe_BTHC[0, query] = 1
-  for gradient in run(backend, case, probe_BTHC)[2:4]:
+  position_S = np.arange(40)
+  visible_S = (position_S >= 7) & (position_S <= query)
+  _, _, dk_BSGC, dv_BSGC, _ = run(backend, case, probe_BTHC)
+  for gradient in (dk_BSGC, dv_BSGC):
     reached_S = np.abs(gradient[0]).max(axis=(1, 2)) > 0
-    np.testing.assert_array_equal(reached_S, (np.arange(40) >= 7) & (np.arange(40) <= query))
+    np.testing.assert_array_equal(reached_S, visible_S)
     assert not gradient[1].any()
 
 
@@ -196,12 +211,18 @@ def test_the_reference_is_a_softmax_over_the_visible_keys(options):
     o_BTHC = np.asarray(attend("reference", case, **options))
     query = 20
     head = 3
-    seen = slice(query + 1 - 9 if options else 7, query + 1)
-    k_SC = case.k_BSGC[0, seen, 1]
-    v_SC = case.v_BSGC[0, seen, 1]
+    first = 7  # of the document
+    if options:
+      first = query + 1 - options["window"]
+    k_SC = case.k_BSGC[0, first : query + 1, 1]
+    v_SC = case.v_BSGC[0, first : query + 1, 1]
     score_S = 0.3 * k_SC @ case.q_BTHC[0, query, head]
-    p_S = np.exp(0.8 * np.tanh(score_S / 0.8) if options else score_S)
-    total = p_S.sum() + (np.exp(SINK_H[head]) if options else 0)
+    if options:
+      score_S = 0.8 * np.tanh(score_S / 0.8)
+    p_S = np.exp(score_S)
+    total = p_S.sum()
+    if options:
+      total += np.exp(SINK_H[head])
     np.testing.assert_allclose(o_BTHC[0, query, head], p_S @ v_SC / total, atol=1e-13)
 
 
@@ -239,27 +260,32 @@ def test_large_scores_and_padding_stay_finite(backend):
 @pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "splash", "tokamax"))
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
-  is_splash = backend == "splash"  # its shards have a multiple of 128 queries
-  segment_BT = np.repeat(SEGMENT_BT, 8, axis=1)[:, :256] if is_splash else SEGMENT_BT
+  segment_BT = SEGMENT_BT
+  num_shards = 8
+  if backend == "splash":  # its shards have a multiple of 128 queries
+    segment_BT = np.repeat(SEGMENT_BT, 8, axis=1)[:, :256]
+    num_shards = 2
   case = make_case(dtype=np.float32, num_positions=segment_BT.shape[1])
   axis_types = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((2 if is_splash else 8,), ("context",), axis_types=axis_types)
-
-  has_sinks = backend not in SUPPORTED
-  options = {} if backend == "dot_product" else {"window": 9, "soft_cap": 0.8}
+  mesh = jax.make_mesh((num_shards,), ("context",), axis_types=axis_types)
+  options = dict(SUPPORTED.get(backend, EVERYTHING))
+  has_sinks = options.pop("sinks", False)
 
   def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
-    whole = pvary(q_BtHC, k_BSGC, v_BSGC, segment_BT, sink_H)[1:]
+    _, k_BSGC, v_BSGC, segment_BS, sink_H = pvary(q_BtHC, k_BSGC, v_BSGC, segment_BT, sink_H)
+    if not has_sinks:
+      sink_H = None
     return api.attention(
       q_BtHC,
-      *whole[:2],
+      k_BSGC,
+      v_BSGC,
       q_segment_BT=q_segment_Bt,
-      kv_segment_BS=whole[2],
+      kv_segment_BS=segment_BS,
       scale=0.3,
       q_start=jax.lax.axis_index("context") * q_BtHC.shape[1],
       backend=backend,
       block_q=2,
-      sink_H=whole[3] if has_sinks else None,
+      sink_H=sink_H,
       **options,
     )
 
@@ -271,11 +297,14 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
     out_specs=split,
     check_vma=backend not in api.WITHOUT_VMA,
   )
-  together = jax.jit(
-    functools.partial(value_and_gradients, lambda case: sharded(*case, segment_BT))
-  )(case, make_cotangent(case))
+
+  def attend_sharded(case):
+    return sharded(case.q_BTHC, case.k_BSGC, case.v_BSGC, case.sink_H, segment_BT)
+
+  differentiate = jax.jit(functools.partial(value_and_gradients, attend_sharded))
+  together = [np.asarray(array) for array in differentiate(case, make_cotangent(case))]
   expected = run("reference", case, segment_BT=segment_BT, sinks=has_sinks, **options)
-  assert_all_close([np.asarray(a) for a in together], expected, atol=1e-5)
+  assert_all_close(together, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "tokamax"))
@@ -287,22 +316,26 @@ def test_vmap_and_checkpoint_change_nothing(backend):
   function = jax.checkpoint(functools.partial(attend, backend, **options))
   member = functools.partial(value_and_gradients, function)
   together = jax.jit(jax.vmap(member, in_axes=(0, None)))(stacked, cotangent)
-  expected = run(backend, case, **options)
-  assert_all_close([np.asarray(a[0]) for a in together], expected, atol=1e-5)
+  of_first = [np.asarray(array[0]) for array in together]
+  assert_all_close(of_first, run(backend, case, **options), atol=1e-5)
+
+
+def compile_gradients(backend, num_positions, **options):
+  """The compiled program of the gradients of operands, for one row."""
+  x_BTHC = jax.ShapeDtypeStruct((1, num_positions, 2, 8), jnp.float32)
+  segment_BT = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+
+  def total(q_BTHC, k_BSGC, v_BSGC, segment_BT):
+    segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
+    keys = {"scale": 1.0, "backend": backend, "block_q": 32}
+    return api.attention(q_BTHC, k_BSGC, v_BSGC, **segments, **keys, **options).sum()
+
+  gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+  return gradients.lower(x_BTHC, x_BTHC, x_BTHC, segment_BT).compile()
 
 
 def temporary_bytes(backend, num_positions):
-  shape = jax.ShapeDtypeStruct((1, num_positions, 2, 8), jnp.float32)
-  segment_BT = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
-
-  def gradients(q_BTHC, k_BSGC, v_BSGC, segment_BT):
-    def total(case):
-      segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
-      return api.attention(*case, **segments, scale=1.0, backend=backend, block_q=32).sum()
-
-    return jax.grad(total)((q_BTHC, k_BSGC, v_BSGC))
-
-  compiled = jax.jit(gradients).lower(shape, shape, shape, segment_BT).compile()
+  compiled = compile_gradients(backend, num_positions)
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -313,15 +346,7 @@ def test_memory_of_chunked_grows_linearly_with_length():
 
 def multiplications(window):
   """FLOPs of the gradient's program at 1,024 positions."""
-  q_BTHC = jax.ShapeDtypeStruct((1, 1024, 2, 8), jnp.float32)
-  segment_BT = np.ones((1, 1024), np.int32)
-
-  def total(case):
-    segments = {"q_segment_BT": segment_BT, "kv_segment_BS": segment_BT}
-    options = {"backend": "chunked", "block_q": 32, "window": window}
-    return api.attention(*case, **segments, scale=1.0, **options).sum()
-
-  compiled = jax.jit(jax.grad(total)).lower((q_BTHC,) * 3).compile()
+  compiled = compile_gradients("chunked", 1024, window=window)
   return matmul_flops(parse(compiled.as_text())).total
 
 
@@ -339,7 +364,8 @@ def test_a_saved_output_is_not_computed_again(backend):
   def num_products(function):
     # Over two cases in a loop, since XLA would merge a second forward pass with the first.
     def total(case):
-      return jax.lax.map(function, jax.tree.map(lambda x: jnp.stack([x, x]), case)).sum()
+      two_cases = jax.tree.map(lambda x: jnp.stack([x, x]), case)
+      return jax.lax.map(function, two_cases).sum()
 
     compiled = jax.jit(jax.value_and_grad(total)).lower(case).compile()
     return len(re.findall(r" dot\(|__onednn\$matmul", compiled.as_text()))
@@ -377,7 +403,9 @@ NARROW = AttentionFeatures(dtype="bfloat16")
 def test_auto_chooses_by_hardware_and_features(
   monkeypatch, hardware, features, is_installed, backend
 ):
-  modules = tokamax_library.AttentionModules(api, api) if is_installed else None
+  modules = None
+  if is_installed:
+    modules = tokamax_library.AttentionModules(api, api)
   monkeypatch.setattr(api, "find_attention", lambda: modules)
   assert api.resolve_backend("auto", hardware, features) == backend
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.mlp import MLP, build_activation, checkpointed_activation
@@ -37,19 +38,22 @@ def test_gated_and_ungated(sharders, activations):
   with jax.enable_x64(True):
     cfg = ModelConfig(mlp_activations=activations, weight_dtype="float64")
     mlp = MLP(cfg, sharders["one device"], hidden_dim=6)
-    names = [f"wi_{i}" for i in range(len(activations))]
-    shapes = {**dict.fromkeys(names, (4, 6)), "wo": (6, 4)}
-    params = {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
+    params = {"wo": {"kernel": draw((6, 4), 2)}}
+    for i in range(len(activations)):
+      params[f"wi_{i}"] = {"kernel": draw((4, 6), i)}
     x_BTD = draw((2, 3, 4), 10)
     dy_BTD = draw((2, 3, 4), 11)
-    results = []
-    for function in (
-      lambda params, x_BTD: mlp.apply({"params": params}, x_BTD),
-      functools.partial(formula, activations),
-    ):
+
+    def apply(params, x_BTD):
+      return mlp.apply({"params": params}, x_BTD)
+
+    def value_and_gradients(function):
       y_BTD, pull_back = jax.vjp(jax.jit(function), params, x_BTD)
-      results.append((y_BTD, pull_back(dy_BTD)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), *results)
+      return y_BTD, pull_back(dy_BTD)
+
+    expected = value_and_gradients(functools.partial(formula, activations))
+    for leaf, expected_leaf in trees.leaf_pairs(value_and_gradients(apply), expected):
+      np.testing.assert_allclose(leaf, expected_leaf, atol=1e-12)
 
 
 def test_a_gate_saves_only_its_operands():
@@ -57,5 +61,6 @@ def test_a_gate_saves_only_its_operands():
   up = draw((5, 4), 1).astype(np.float32)
   activate = functools.partial(checkpointed_activation, build_activation(("silu", "linear")))
   _, pull_back = jax.vjp(activate, (gate, up))
-  saved = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back) if np.shape(leaf) == gate.shape]
-  assert sorted(leaf.sum() for leaf in saved) == sorted((gate.sum(), up.sum()))
+  leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(pull_back)]
+  saved_sums = [leaf.sum() for leaf in leaves if leaf.shape == gate.shape]
+  assert sorted(saved_sums) == sorted([gate.sum(), up.sum()])

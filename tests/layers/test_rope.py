@@ -20,7 +20,19 @@ DEEPSEEK = RopeConfig(
 
 
 def rotate(x_BTHC, position_BT, cfg=PLAIN):
-  return np.asarray(apply_rope(x_BTHC, *rope_tables(position_BT, NUM_CHANNELS, cfg)))
+  cos, sin = rope_tables(position_BT, NUM_CHANNELS, cfg)
+  return np.asarray(apply_rope(x_BTHC, cos, sin))
+
+
+def pair_frequencies(num_pairs, theta=10_000.0):
+  """The frequency of each pair of channels without an extension of the context."""
+  return theta ** -(np.arange(num_pairs) / num_pairs)
+
+
+def angles_at_one(num_channels, cfg):
+  """The angle of each pair at position 1, which is its frequency."""
+  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), num_channels, cfg)
+  return np.arctan2(sin, cos)[0, 0]
 
 
 def draw(seed, dtype=np.float32):
@@ -35,9 +47,10 @@ def test_pairs_rotate_like_complex_numbers(dtype, rtol):
   y_BTHC = rotate(x_BTHC, position_BT)
   assert y_BTHC.dtype == dtype
   x = np.asarray(x_BTHC, np.float64)
-  frequency_C = THETA ** (-2 * np.arange(NUM_CHANNELS // 2) / NUM_CHANNELS)
+  half = NUM_CHANNELS // 2
+  frequency_C = pair_frequencies(half, THETA)
   turn = np.exp(1j * position_BT[:, :, None, None] * frequency_C)
-  z = (x[..., : NUM_CHANNELS // 2] + 1j * x[..., NUM_CHANNELS // 2 :]) * turn
+  z = (x[..., :half] + 1j * x[..., half:]) * turn
   expected = np.concatenate([z.real, z.imag], -1)
   np.testing.assert_allclose(np.asarray(y_BTHC, np.float64), expected, rtol=rtol, atol=5e-5)
 
@@ -46,9 +59,9 @@ def test_tables_of_fewer_channels_rotate_the_first_ones():
   x_BTHC = draw(0)
   position_BT = np.array([[0, 1, 2, 3, 50], [7, 0, 1, 300, 2]], np.int32)
   half = NUM_CHANNELS // 2
-  tables = rope_tables(position_BT, half, PLAIN)
-  y_BTHC = np.asarray(apply_rope(x_BTHC, *tables))
-  first = np.asarray(apply_rope(x_BTHC[..., :half], *tables))
+  cos, sin = rope_tables(position_BT, half, PLAIN)
+  y_BTHC = np.asarray(apply_rope(x_BTHC, cos, sin))
+  first = np.asarray(apply_rope(x_BTHC[..., :half], cos, sin))
   np.testing.assert_array_equal(y_BTHC[..., :half], first)
   np.testing.assert_array_equal(y_BTHC[..., half:], x_BTHC[..., half:])
   assert np.abs(first - x_BTHC[..., :half]).max() > 0.1
@@ -57,9 +70,7 @@ def test_tables_of_fewer_channels_rotate_the_first_ones():
 def test_yarn_of_a_context_below_one_rotation_is_that_of_transformers():
   """Its ramp falls from the first pair: all frequencies are kept."""
   cfg = RopeConfig(rope_type="yarn", rope_factor=4.0, original_max_position_embeddings=1)
-  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, cfg)
-  angle_C = np.arctan2(sin, cos)[0, 0]
-  np.testing.assert_allclose(angle_C, 10_000.0 ** -(np.arange(32) / 32), rtol=1e-5)
+  np.testing.assert_allclose(angles_at_one(64, cfg), pair_frequencies(32), rtol=1e-5)
 
 
 def test_a_score_depends_only_on_the_distance_of_positions():
@@ -73,18 +84,18 @@ def test_a_score_depends_only_on_the_distance_of_positions():
     return np.einsum("bthc,bshc->bhts", q, k)
 
   np.testing.assert_allclose(scores(17), scores(0), atol=1e-4)
-  far = np.einsum("bthc,bshc->bhts", rotate(q_BTHC, position_BT + 17), rotate(k_BTHC, position_BT))
-  assert np.abs(far - scores(0)).max() > 0.1
+  far_q = rotate(q_BTHC, position_BT + 17)
+  far_scores = np.einsum("bthc,bshc->bhts", far_q, rotate(k_BTHC, position_BT))
+  assert np.abs(far_scores - scores(0)).max() > 0.1
 
 
 def test_yarn_interpolates_low_frequencies_and_keeps_high_ones():
   """Rotations of a pair in 4096 tokens: over 32 up to pair 10, under 1 from pair 23."""
-  plain_C = 10_000.0 ** -(np.arange(32) / 32)
+  plain_C = pair_frequencies(32)
   turns_C = 4096 * plain_C / (2 * np.pi)
   assert (turns_C > 32).sum() == 11
   assert (turns_C < 1).sum() == 9
-  cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, DEEPSEEK)
-  angle_C = np.arctan2(sin, cos)[0, 0]
+  angle_C = angles_at_one(64, DEEPSEEK)
   np.testing.assert_allclose(angle_C[:11], plain_C[:11], rtol=1e-6)
   np.testing.assert_allclose(angle_C[23:], plain_C[23:] / 40, rtol=1e-5)
   slower_C = (np.arange(11, 23) - 10) / 13
@@ -111,11 +122,13 @@ def test_yarn_applies_the_temperature_once(changes, size, factor):
 def test_llama_interpolates_by_rotations_and_linear_interpolates_all():
   """Rotations of a pair in 8192 tokens: over 4 up to pair 17, under 1 from pair 21."""
   cfg = RopeConfig(rope_max_timescale=5e5, rope_factor=8.0, original_max_position_embeddings=8192)
-  plain_C = 5e5 ** -(np.arange(32) / 32)
+  plain_C = pair_frequencies(32, 5e5)
   turns_C = 8192 * plain_C / (2 * np.pi)
   kept_C = np.clip((turns_C - 1) / 3, 0, 1)
-  assert [(kept_C == end).sum() for end in (0, 1)] == [14, 15]
-  expected = {"llama3.1": plain_C * (kept_C + (1 - kept_C) / 8), "linear": plain_C / 8}
+  assert (kept_C == 0).sum() == 14
+  assert (kept_C == 1).sum() == 15
+  by_rotations_C = plain_C * kept_C + plain_C / 8 * (1 - kept_C)
+  expected = {"llama3.1": by_rotations_C, "linear": plain_C / 8}
   for rope_type, frequency_C in expected.items():
     stretched = dataclasses.replace(cfg, rope_type=rope_type)
     cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, stretched)
@@ -124,19 +137,23 @@ def test_llama_interpolates_by_rotations_and_linear_interpolates_all():
 
 
 def test_yarn_s_ramp_may_begin_within_a_pair_and_at_fewer_rotations():
-  def angles(**changes):
+  def stretch(**changes):
+    """How much slower each pair rotates."""
     cfg = dataclasses.replace(DEEPSEEK, **changes)
-    cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), 64, cfg)
-    return np.arctan2(sin, cos)[0, 0] / 10_000.0 ** -(np.arange(32) / 32)
+    return angles_at_one(64, cfg) / pair_frequencies(32)
 
-  pair_C = np.arange(32)
-  ends = (32 * np.log(4096 / (2 * np.pi * turns)) / np.log(10_000) for turns in (4, 1))
-  first, last = ends
-  stretched_C = np.clip((pair_C - first) / (last - first), 0, 1)
+  def pair_with(num_turns):
+    """The (fractional) pair that rotates this often in 4096 tokens."""
+    wavelength = 4096 / (2 * np.pi * num_turns)
+    return 32 * np.log(wavelength) / np.log(10_000)
+
+  first = pair_with(4)
+  last = pair_with(1)
+  stretched_C = np.clip((np.arange(32) - first) / (last - first), 0, 1)
   expected = 1 - stretched_C + stretched_C / 40
-  np.testing.assert_allclose(angles(beta_fast=4.0, rope_truncate=False), expected, rtol=1e-4)
-  assert np.abs(angles(beta_fast=4.0) - expected).max() > 0.01
-  np.testing.assert_allclose(angles(beta_fast=1.0)[[22, 23]], [1, 1 / 40], rtol=1e-4)
+  np.testing.assert_allclose(stretch(beta_fast=4.0, rope_truncate=False), expected, rtol=1e-4)
+  assert np.abs(stretch(beta_fast=4.0) - expected).max() > 0.01
+  np.testing.assert_allclose(stretch(beta_fast=1.0)[[22, 23]], [1, 1 / 40], rtol=1e-4)
 
 
 def test_if_all_channels_rotate_mscale_1_is_published_yarn():
@@ -167,9 +184,11 @@ LONGROPE = RopeConfig(
 def test_longrope_divides_each_frequency_by_its_factor(is_long):
   cfg = dataclasses.replace(LONGROPE, rope_long_context=is_long)
   cos, sin = rope_tables(jnp.ones((1, 1), jnp.int32), NUM_CHANNELS, cfg)
-  factors = cfg.rope_long_factor if is_long else cfg.rope_short_factor
-  plain_C = THETA ** (-2 * np.arange(NUM_CHANNELS // 2) / NUM_CHANNELS)
-  np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0], plain_C / factors, rtol=1e-5)
+  factors = cfg.rope_short_factor
+  if is_long:
+    factors = cfg.rope_long_factor
+  plain_C = pair_frequencies(NUM_CHANNELS // 2, THETA)
+  np.testing.assert_allclose(angles_at_one(NUM_CHANNELS, cfg), plain_C / factors, rtol=1e-5)
   size = math.sqrt(1 + math.log(32) / math.log(16))
   np.testing.assert_allclose(np.hypot(sin, cos), size, rtol=1e-5)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,50 +25,83 @@ MESHES = ({"context": 8}, {"context": 4, "tensor": 2}, {"context": 2, "data": 2,
 EVERYTHING = {"window": 11, "soft_cap": 0.9, "sinks": True}
 
 
-def draw(seed, *shape):
+class Operands(NamedTuple):
+  """The operands of attention that have gradients."""
+
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+  sink_H: np.ndarray
+
+
+def draw(seed, shape):
   return np.random.default_rng(seed).normal(size=shape)
 
 
 def make_operands(num_groups):
-  shapes = ((NUM_HEADS, 4), (num_groups, 4), (num_groups, 6), (NUM_HEADS, 6))
-  q, k, v, do = (draw(i, 2, NUM_POSITIONS, *shape) for i, shape in enumerate(shapes))
+  lead = (2, NUM_POSITIONS)
+  operands = Operands(
+    q=draw(0, (*lead, NUM_HEADS, 4)),
+    k=draw(1, (*lead, num_groups, 4)),
+    v=draw(2, (*lead, num_groups, 6)),
+    sink_H=draw(4, (NUM_HEADS,)),
+  )
+  do = draw(3, (*lead, NUM_HEADS, 6))
   # Documents that begin and end within shards, and padding; one document in the second row.
   segments = np.repeat([1, 2, 3, 0], [13, 22, 8, 5]), np.ones(NUM_POSITIONS)
-  return np.stack(segments).astype(np.int32), do, (q, k, v, draw(4, NUM_HEADS))
+  return np.stack(segments).astype(np.int32), do, operands
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_gradients(function, do, operands):
-  o, vjp = jax.vjp(function, *operands)
-  return o, *vjp(do)
+  o, vjp = jax.vjp(function, operands)
+  (gradients,) = vjp(do)
+  return o, *gradients
 
 
-@functools.cache
 def reference_results(num_groups, window=0, soft_cap=0.0, sinks=False):
   segment_BT, do, operands = make_operands(num_groups)
 
-  def run(q, k, v, sink_H):
+  def run(operands):
+    q, k, v, sink_H = operands
+    if not sinks:
+      sink_H = None
     mask = AttentionMask(segment_BT, segment_BT, 0, window or None)
-    score = ScoreOptions(scale=0.7, block_q=1, soft_cap=soft_cap, sink_H=sink_H if sinks else None)
+    score = ScoreOptions(scale=0.7, block_q=1, soft_cap=soft_cap, sink_H=sink_H)
     return attention(q, k, v, mask, score)
 
-  return jax.jit(functools.partial(value_and_gradients, run))(do, operands)
+  return value_and_gradients(run, do, operands)
 
 
-def sharded_results(sharder, num_groups, is_local=None, sinks=False, **keys):
+def sharded_results(
+  sharder,
+  num_groups,
+  *,
+  strategy,
+  backend="chunked",
+  is_local=None,
+  window=0,
+  soft_cap=0.0,
+  sinks=False,
+):
   segment_BT, do, operands = make_operands(num_groups)
   cfg = dataclasses.replace(
-    ModelConfig(), attention=keys.pop("backend", "chunked"), attention_block_q=4
+    ModelConfig(),
+    attention=backend,
+    attention_block_q=4,
+    context_parallel_strategy=strategy,
   )
-  cfg = dataclasses.replace(cfg, context_parallel_strategy=keys.pop("strategy"))
 
-  def run(q, k, v, sink_H):
-    sink_H = sink_H if sinks else None
-    local = None if is_local is None else jnp.bool_(is_local)
-    soft_cap = keys.get("soft_cap", 0.0)
-    rest = {"sink_H": sink_H, "is_local": local, "window": keys.get("window", 0)}
-    return attend(cfg, sharder, q, k, v, segment_BT, scale=0.7, soft_cap=soft_cap, **rest)
+  def run(operands):
+    q, k, v, sink_H = operands
+    options = {"scale": 0.7, "soft_cap": soft_cap, "window": window, "sink_H": None}
+    if sinks:
+      options["sink_H"] = sink_H
+    if is_local is not None:
+      options["is_local"] = jnp.bool_(is_local)
+    return attend(cfg, sharder, q, k, v, segment_BT, **options)
 
-  return jax.jit(functools.partial(value_and_gradients, run))(do, operands)
+  return value_and_gradients(run, do, operands)
 
 
 def assert_equal(got, want):
@@ -75,15 +109,20 @@ def assert_equal(got, want):
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
 
 
-CASES = [(0, 8, {}), (0, 2, EVERYTHING), (1, 4, EVERYTHING), (2, 2, {"window": 11})]
-SLOW_CASES = [("all_gather", *CASES[1]), ("ring", *CASES[0]), ("ring", *CASES[3])]
-SLOW_CASES += [("ulysses", *CASES[n]) for n in (0, 2, 3)]
-
-
 @pytest.mark.parametrize(
   ("strategy", "mesh", "num_groups", "options"),
-  [("all_gather", *CASES[3]), ("ring", *CASES[1]), ("ring", *CASES[2]), ("ulysses", *CASES[1])]
-  + [slow(*case) for case in SLOW_CASES],
+  [
+    ("all_gather", 2, 2, {"window": 11}),
+    ("ring", 0, 2, EVERYTHING),
+    ("ring", 1, 4, EVERYTHING),
+    ("ulysses", 0, 2, EVERYTHING),
+    slow("all_gather", 0, 2, EVERYTHING),
+    slow("ring", 0, 8, {}),
+    slow("ring", 2, 2, {"window": 11}),
+    slow("ulysses", 0, 8, {}),
+    slow("ulysses", 1, 4, EVERYTHING),
+    slow("ulysses", 2, 2, {"window": 11}),
+  ],
 )
 def test_values_and_gradients_equal_those_of_one_device(
   build_sharder, strategy, mesh, num_groups, options
@@ -94,36 +133,37 @@ def test_values_and_gradients_equal_those_of_one_device(
     assert_equal(got, reference_results(num_groups, **options))
 
 
-@pytest.mark.parametrize(("strategy", "is_local"), [("ring", True), slow("ulysses", False)])
-def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local):
+@pytest.mark.parametrize(
+  ("strategy", "is_local", "window"), [("ring", True, 11), slow("ulysses", False, 0)]
+)
+def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local, window):
   with jax.enable_x64(True):
     sharder = build_sharder({"context": 4})
-    got = sharded_results(sharder, 4, is_local, strategy=strategy, window=11)
-    assert_equal(got, reference_results(4, window=11 if is_local else 0))
+    got = sharded_results(sharder, 4, is_local=is_local, strategy=strategy, window=11)
+    assert_equal(got, reference_results(4, window=window))
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])
 @pytest.mark.parametrize("window", [None, 100, 1])
 def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, window):
   size = 64
-  counts = []
+  row = np.arange(size)
+  every_chunk = set()
   for shard in range(num_shards):
-    pairs = [
-      (q, k)
-      for q in zigzag_chunks(shard, num_shards)
-      for other in range(num_shards)
-      for k in zigzag_chunks(other, num_shards)
-      if ring_attention._is_visible(q, k, size, window)
-    ]
-    counts.append(len(pairs))
-    # Exactly the pairs with a visible score.
-    row = np.arange(size)
-    for q in zigzag_chunks(shard, num_shards):
+    num_pairs = 0
+    chunks = zigzag_chunks(shard, num_shards)
+    every_chunk.update(chunks)
+    for q in chunks:
       for k in range(2 * num_shards):
+        is_computed = ring_attention._is_visible(q, k, size, window)
+        num_pairs += is_computed
+        # Exactly the pairs with a visible score.
         distance = (q * size + row)[:, None] - (k * size + row)[None]
         visible = (distance >= 0) & (distance < (window or np.inf))
-        assert ((q, k) in pairs) == visible.any()
-  assert window is not None or counts == [2 * num_shards + 1] * num_shards
+        assert is_computed == visible.any()
+    if window is None:
+      assert num_pairs == 2 * num_shards + 1
+  assert every_chunk == set(range(2 * num_shards))
 
 
 def test_gathered_keys_in_the_future_are_skipped(build_sharder):
@@ -136,11 +176,8 @@ def test_gathered_keys_in_the_future_are_skipped(build_sharder):
     keys = {"attention": "chunked", "context_parallel_strategy": strategy, "attention_block_q": 64}
     cfg = dataclasses.replace(ModelConfig(), **keys)
 
-    def run(q, k, v):
-      return attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0)
-
     def loss(q, k, v):
-      return run(q, k, v).sum()
+      return attend(cfg, sharder, q, k, v, segment_BT, scale=1.0, soft_cap=0.0).sum()
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
     return matmul_flops(parse(compiled.as_text())).total
@@ -171,7 +208,9 @@ def test_shards_attend_equally_many_gathered_keys(num_shards):
     blocks = [chunked._ForwardBlock(chunked._Queries(None, None, row_BT)) for row_BT in rows]
     return sum(int(body(0, block)[0]) for block in blocks)
 
-  counts = [sum(map(num_attended, zigzag_chunks(shard, num_shards))) for shard in range(num_shards)]
+  counts = []
+  for shard in range(num_shards):
+    counts.append(sum(map(num_attended, zigzag_chunks(shard, num_shards))))
   assert max(counts) <= 1.05 * min(counts)
   assert max(counts) <= 0.65 * 2 * size // block * num_keys
 
