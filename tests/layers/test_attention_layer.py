@@ -38,11 +38,17 @@ def make_params(num_kv_heads):
     "value": (DIM, num_kv_heads, HEAD_DIM),
     "out": (NUM_HEADS, HEAD_DIM, DIM),
   }
-  return {name: {"kernel": draw(shape, i)} for i, (name, shape) in enumerate(shapes.items())}
+  params = {}
+  for seed, (name, shape) in enumerate(shapes.items()):
+    params[name] = {"kernel": draw(shape, seed)}
+  return params
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything"))
 def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
+  limits = {}
+  if everything:
+    limits = {"attn_logits_soft_cap": SOFT_CAP, "clip_qkv": LIMIT}
   cfg = dataclasses.replace(
     ModelConfig(),
     decoder_block="toy",
@@ -53,9 +59,8 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     normalization_layer_epsilon=EPSILON,
     attention="chunked",
     attention_block_q=4,
-    attn_logits_soft_cap=SOFT_CAP if everything else 0.0,
     sliding_window_size=WINDOW,
-    clip_qkv=LIMIT if everything else 0.0,
+    **limits,
   )
   family = ModelFamily(qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything)
   rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
@@ -77,10 +82,11 @@ def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, 
   def reach(x_BTD):
     """[t, b, s]: the largest derivative of the first row's t-th output by input [b, s]."""
     y_BTD, pull_back = jax.vjp(functools.partial(attend, sharders[mesh], 2, params), x_BTD)
-    probe = jnp.zeros((NUM_POSITIONS, *y_BTD.shape))
+    probe_TBTD = jnp.zeros((NUM_POSITIONS, *y_BTD.shape))
     every = jnp.arange(NUM_POSITIONS)
-    probe = probe.at[every, 0, every].set(jnp.tile(cotangent_D, (NUM_POSITIONS, 1)))
-    return jnp.abs(jax.vmap(pull_back)(probe)[0]).max(-1)
+    probe_TBTD = probe_TBTD.at[every, 0, every].set(jnp.tile(cotangent_D, (NUM_POSITIONS, 1)))
+    (derivative_TBSD,) = jax.vmap(pull_back)(probe_TBTD)
+    return jnp.abs(derivative_TBSD).max(-1)
 
   reached_TBS = np.asarray(reach(x_BTD)) > 0
   same_TS = SEGMENT_BT[0][:, None] == SEGMENT_BT[0][None]
@@ -92,18 +98,14 @@ def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, 
 def test_grouped_queries_equal_multi_head_attention_with_repeated_keys(sharders, num_kv_heads):
   params = make_params(num_kv_heads)
   x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
-  repeated = {
-    name: {"kernel": np.repeat(leaf["kernel"], NUM_HEADS // num_kv_heads, axis=1)}
-    if name in ("key", "value")
-    else leaf
-    for name, leaf in params.items()
-  }
+  repeated = dict(params)
+  for name in ("key", "value"):
+    kernel = params[name]["kernel"]
+    repeated[name] = {"kernel": np.repeat(kernel, NUM_HEADS // num_kv_heads, axis=1)}
   sharder = sharders["one device"]
-  np.testing.assert_allclose(
-    attend(sharder, num_kv_heads, params, x_BTD),
-    attend(sharder, NUM_HEADS, repeated, x_BTD),
-    atol=1e-4,
-  )
+  got_BTD = attend(sharder, num_kv_heads, params, x_BTD)
+  want_BTD = attend(sharder, NUM_HEADS, repeated, x_BTD)
+  np.testing.assert_allclose(got_BTD, want_BTD, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -121,38 +123,60 @@ def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape
   """
   params = make_params(NUM_HEADS)
   x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
-  biases = {name: draw(leaf["kernel"].shape[1:], 20) for name, leaf in params.items()}
-  biases["out"], sink_H = draw(DIM, 21), draw(NUM_HEADS, 22)
   if everything:
-    params = {name: leaf | {"bias": biases[name]} for name, leaf in params.items()}
-    params["sinks_bias"] = sink_H
+    for name in ("query", "key", "value"):
+      params[name]["bias"] = draw((NUM_HEADS, HEAD_DIM), 20)
+    params["out"]["bias"] = draw(DIM, 21)
+    params["sinks_bias"] = draw(NUM_HEADS, 22)
   if qk_norm:
-    params |= {
-      f"{n}_norm": {"scale": draw(normed_shape, i)} for i, n in enumerate(("query", "key"))
-    }
+    params["query_norm"] = {"scale": draw(normed_shape, 0)}
+    params["key_norm"] = {"scale": draw(normed_shape, 1)}
   y_BTD = attend(sharders[mesh], NUM_HEADS, params, x_BTD, qk_norm=qk_norm, everything=everything)
-  scales = {n: leaf["scale"] for n, leaf in params.items() if n.endswith("norm")}
-  kernels = {n: np.float64(params[n]["kernel"]) for n in biases}
-  q, k, v = (
-    np.einsum("td,dhc->htc", x_BTD[1], kernels[n]) + everything * biases[n][:, None]
-    for n in ("query", "key", "value")
-  )
-  if qk_norm:
-    q, k = (normed(x, scales[f"{n}_norm"]) for n, x in (("query", q), ("key", k)))
+  expected_TD = formula(params, x_BTD[1], everything)
+  np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)
+
+
+def formula(params, x_TD, everything):
+  """The layer's output for a row of one document, in float64."""
+  q_HTC = project(params, "query", x_TD)
+  k_HTC = project(params, "key", x_TD)
+  v_HTC = project(params, "value", x_TD)
   if everything:
-    q, k, v = (np.clip(x, -LIMIT, LIMIT) for x in (q, k, v))
-  frequency_C = 100.0 ** -np.array([0, 0.5])
-  turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
-  q, k = ((x[..., :2] + 1j * x[..., 2:]) * turn_TC for x in (q, k))
-  score_HTS = np.einsum("htc,hsc->hts", q, k.conj()).real * SCALE
+    q_HTC = np.clip(q_HTC, -LIMIT, LIMIT)
+    k_HTC = np.clip(k_HTC, -LIMIT, LIMIT)
+    v_HTC = np.clip(v_HTC, -LIMIT, LIMIT)
+  q_HTC = rotate(q_HTC)
+  k_HTC = rotate(k_HTC)
+  score_HTS = np.einsum("htc,hsc->hts", q_HTC, k_HTC.conj()).real * SCALE
   if everything:
     score_HTS = SOFT_CAP * np.tanh(score_HTS / SOFT_CAP)
   p_HTS = np.tril(np.exp(score_HTS))
-  p_HTS = np.triu(p_HTS, 1 - WINDOW) if everything else p_HTS
-  p_HTS /= p_HTS.sum(-1, keepdims=True) + everything * np.exp(sink_H)[:, None, None]
-  expected_TD = np.einsum("hts,hsc,hcd->td", p_HTS, v, kernels["out"])
-  expected_TD += everything * biases["out"]
-  np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)
+  if everything:
+    p_HTS = np.triu(p_HTS, 1 - WINDOW)
+  total_HT1 = p_HTS.sum(-1, keepdims=True)
+  if everything:
+    total_HT1 += np.exp(params["sinks_bias"])[:, None, None]
+  y_TD = np.einsum("hts,hsc,hcd->td", p_HTS / total_HT1, v_HTC, params["out"]["kernel"])
+  if everything:
+    y_TD += params["out"]["bias"]
+  return y_TD
+
+
+def project(params, name, x_TD):
+  """The projection with its bias and norm, if it has them."""
+  x_HTC = np.einsum("td,dhc->htc", x_TD, np.float64(params[name]["kernel"]))
+  if "bias" in params[name]:
+    x_HTC += params[name]["bias"][:, None]
+  if f"{name}_norm" in params:
+    x_HTC = normed(x_HTC, params[f"{name}_norm"]["scale"])
+  return x_HTC
+
+
+def rotate(x_HTC):
+  """Pairs of channels as complex numbers, turned by the position."""
+  frequency_C = 100.0 ** -np.array([0, 0.5])
+  turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
+  return (x_HTC[..., :2] + 1j * x_HTC[..., 2:]) * turn_TC
 
 
 def normed(x_HTC, scale):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from flax.linen import meta
 from slow_cases import fast_only
 
@@ -36,14 +37,31 @@ TINY = {
   "v_head_dim": 4,
 }
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
-ROWS = (np.ones_like(TOKENS_BT), np.tile(np.arange(12, dtype=np.int32), (2, 1)))
+SEGMENT_BT = np.ones_like(TOKENS_BT)
+POSITION_BT = np.tile(np.arange(12, dtype=np.int32), (2, 1))
 # Layer plan -> of each layer: whether it is MoE, the path of its parameters, its row in the stack.
 PLANS = {
-  (0, 1): [(True, "layers", i) for i in range(5)],
-  (2, 1): [(False, "dense_layers", 0), (False, "dense_layers", 1)]
-  + [(True, "layers", i) for i in range(3)],
-  (1, 2): [(False, "dense_layers", 0)]
-  + [(name == "mixture", f"layers/{name}", i) for i in range(2) for name in ("dense_0", "mixture")],
+  (0, 1): [
+    (True, "layers", 0),
+    (True, "layers", 1),
+    (True, "layers", 2),
+    (True, "layers", 3),
+    (True, "layers", 4),
+  ],
+  (2, 1): [
+    (False, "dense_layers", 0),
+    (False, "dense_layers", 1),
+    (True, "layers", 0),
+    (True, "layers", 1),
+    (True, "layers", 2),
+  ],
+  (1, 2): [
+    (False, "dense_layers", 0),
+    (False, "layers/dense_0", 0),
+    (True, "layers/mixture", 0),
+    (False, "layers/dense_0", 1),
+    (True, "layers/mixture", 1),
+  ],
 }
 
 
@@ -63,7 +81,7 @@ def params_of(model):
 
 def hidden(model, params, tokens_BT=TOKENS_BT):
   run = functools.partial(model.apply, {"params": params}, method=model.hidden)
-  return jax.jit(run)(tokens_BT, *ROWS)
+  return jax.jit(run)(tokens_BT, SEGMENT_BT, POSITION_BT)
 
 
 @pytest.mark.parametrize("plan", fast_only(PLANS, (2, 1), (1, 2)), ids=str)
@@ -71,23 +89,27 @@ def test_layers_run_in_order(plan):
   num_dense, step = plan
   model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
   params = params_of(model)
-  block = functools.cache(
-    lambda moe: jax.jit(DecoderLayer(model.cfg, model.sharder, moe=moe).apply)
-  )
+  dense_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=False).apply)
+  moe_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=True).apply)
   x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
-  every = []
-  rope = Rope(rope_tables(ROWS[1], 4, model.cfg.rope))
-  for moe, place, row in PLANS[plan]:
-    layer = functools.reduce(lambda tree, name: tree[name], place.split("/"), params)
-    layer = jax.tree.map(lambda leaf, row=row: leaf[row], layer)
-    x_BTD, outputs = block(moe)({"params": layer}, x_BTD, ROWS[0], rope)
-    every += [outputs.sums] if moe else []
+  sums = []
+  rope = Rope(rope_tables(POSITION_BT, 4, model.cfg.rope))
+  for is_moe, place, row in PLANS[plan]:
+    stack = params
+    for name in place.split("/"):
+      stack = stack[name]
+    variables = {"params": jax.tree.map(lambda leaf, row=row: leaf[row], stack)}
+    if is_moe:
+      x_BTD, outputs = moe_layer(variables, x_BTD, SEGMENT_BT, rope)
+      sums.append(outputs.sums)
+    else:
+      x_BTD, _ = dense_layer(variables, x_BTD, SEGMENT_BT, rope)
   norm = RMSNorm(model.cfg.normalization_layer_epsilon, jnp.float32)
   expected_BTD = norm.apply({"params": params["final_norm"]}, x_BTD)
   got_BTD, got = hidden(model, params)
   np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-4)
-  expected = jax.tree.map(lambda *leaves: np.stack(leaves), *every)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), got, expected)
+  for leaf, expected in trees.leaf_pairs(got, trees.stack(sums)):
+    np.testing.assert_allclose(leaf, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +122,34 @@ def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
   model = model_of(decoder_block=family, **options)
   params = params_of(model)
   step = plan.get("interleave_moe_layer_step", 1)
-  run = jax.jit(functools.partial(model.apply, method=model.hidden))
-  changed_BT = np.where(np.arange(12) == 3, 23 - TOKENS_BT, TOKENS_BT)
-  for layer in range(num_layers):
 
-    def mute(path, leaf, layer=layer):
+  @jax.jit
+  def run(params, tokens_BT):
+    x_BTD, _ = model.apply(
+      {"params": params}, tokens_BT, SEGMENT_BT, POSITION_BT, method=model.hidden
+    )
+    return x_BTD
+
+  def only(layer):
+    """The parameters, with zeros in the attention outputs of the other layers."""
+
+    def mute(path, leaf):
       path = jax.tree_util.keystr(path, simple=True, separator="/")
       if not path.endswith("attention/out/kernel"):
         return leaf
-      place = 0 if "dense_0" in path else step - 1
+      place = step - 1
+      if "dense_0" in path:
+        place = 0
       number_N = np.arange(len(leaf)) * step + place
-      return leaf * (number_N == layer).astype(np.float32)[:, None, None, None]
+      is_layer_N = (number_N == layer).astype(np.float32)
+      return leaf * is_layer_N[:, None, None, None]
 
-    only = {"params": jax.tree_util.tree_map_with_path(mute, params)}
-    moved_BTD = run(only, TOKENS_BT, *ROWS)[0] != run(only, changed_BT, *ROWS)[0]
+    return jax.tree_util.tree_map_with_path(mute, params)
+
+  changed_BT = np.where(np.arange(12) == 3, 23 - TOKENS_BT, TOKENS_BT)
+  for layer in range(num_layers):
+    own_params = only(layer)
+    moved_BTD = run(own_params, TOKENS_BT) != run(own_params, changed_BT)
     is_global = (layer + 1) % MODELS[family].global_layer_every == 0
     reached_T = np.asarray(moved_BTD).any(axis=(0, 2))
     np.testing.assert_array_equal(reached_T[[2, 3, 11]], [False, True, is_global])
@@ -122,21 +158,22 @@ def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
 def test_dense_family_ignores_the_layer_plan():
   plan = {"first_num_dense_layers": 1, "interleave_moe_layer_step": 2}
   dense = params_of(model_of(decoder_block="llama", **plan))
-  assert jax.tree.map(np.shape, dense) == jax.tree.map(
-    np.shape, params_of(model_of(decoder_block="llama"))
-  )
+  without_plan = params_of(model_of(decoder_block="llama"))
+  assert jax.tree.map(np.shape, dense) == jax.tree.map(np.shape, without_plan)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_mscale_scales_all_channels_of_scores(family):
   """Equivalent to scaling the queries."""
   base = {"decoder_block": family, "base_num_decoder_layers": 1, "rope_type": "yarn"}
-  scaled, unscaled = (model_of(mscale=mscale, **base) for mscale in (1.0, 1e-12))
+  scaled = model_of(mscale=1.0, **base)
+  unscaled = model_of(mscale=1e-12, **base)
   params = params_of(scaled)
   expected_BTD, _ = hidden(scaled, params)
   query = params["layers"]["attention"]["query"]
   query["kernel"] *= (0.1 * np.log(scaled.cfg.rope.rope_factor) + 1) ** 2
-  np.testing.assert_allclose(hidden(unscaled, params)[0], expected_BTD, atol=1e-4)
+  got_BTD, _ = hidden(unscaled, params)
+  np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
@@ -147,9 +184,10 @@ def test_queries_are_scaled_by_the_contexts_before_them(family):
   unscaled = model_of(**base)
   params = params_of(scaled)
   got_BTD, _ = hidden(scaled, params)
-  kernel = params["layers"]["attention"]["query"]["kernel"]
+  query = params["layers"]["attention"]["query"]
+  kernel = query["kernel"]
   for num_contexts in range(3):
-    params["layers"]["attention"]["query"]["kernel"] = kernel * (1 + 0.5 * np.log(1 + num_contexts))
+    query["kernel"] = kernel * (1 + 0.5 * np.log(1 + num_contexts))
     expected_BTD, _ = hidden(unscaled, params)
     part = np.s_[:, 4 * num_contexts : 4 * (num_contexts + 1)]
     np.testing.assert_allclose(got_BTD[part], expected_BTD[part], atol=1e-4)
