@@ -34,23 +34,33 @@ TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
-def converted(monkeypatch, *args):
+def converted(arguments):
   """Run `maxlite.convert` and return its exit code; tiny vocabularies have no byte tokens."""
-  monkeypatch.setattr(sys, "argv", ["convert", *map(str, args), "dataset_type=synthetic"])
-  try:
-    return convert.main()
-  except SystemExit as error:
-    return error.code
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["convert", *map(str, arguments), "dataset_type=synthetic"])
+    try:
+      return convert.main()
+    except SystemExit as error:
+      return error.code
+
+
+def imported(source, root, name):
+  """Import a Hugging Face folder as a run, and return the exit code."""
+  return converted(["from_hf", source, f"run_name={name}", f"base_output_directory={root}"])
+
+
+def exported(root, name, output):
+  """Export a run to a folder, and return the exit code."""
+  keys = [f"run_name={name}", f"base_output_directory={root}", f"output_path={output}"]
+  return converted(["to_hf", *keys])
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
   """A folder with the runs `mixtral` and `llama`, imported from fixtures."""
   folder = tmp_path_factory.mktemp("runs")
-  with pytest.MonkeyPatch.context() as patch:
-    for name in ("mixtral", "llama"):
-      overrides = (f"run_name={name}", f"base_output_directory={folder}")
-      assert converted(patch, "from_hf", FIXTURES / name, *overrides) == 0
+  for name in ("mixtral", "llama"):
+    assert imported(FIXTURES / name, folder, name) == 0
   return folder
 
 
@@ -59,24 +69,31 @@ def logits_of(folder, **options):
   return np.asarray(jax.jit(model.apply, **FAST)(params, TOKENS_BT))
 
 
-def test_import_and_export_are_bitwise_inverse(root, monkeypatch):
-  overrides = ("run_name=mixtral", f"base_output_directory={root}", f"output_path={root}/out")
-  assert converted(monkeypatch, "to_hf", *overrides) == 0
-  got, want = (load_file(f / "model.safetensors") for f in (root / "out", FIXTURES / "mixtral"))
+def test_import_and_export_are_bitwise_inverse(root):
+  out = root / "out"
+  assert exported(root, "mixtral", out) == 0
+  got = load_file(out / "model.safetensors")
+  want = load_file(FIXTURES / "mixtral" / "model.safetensors")
   assert got.keys() == want.keys()
-  assert all(got[name].tobytes() == array.tobytes() for name, array in want.items())
-  ours, theirs = (
-    json.loads((f / "config.json").read_text()) for f in (root / "out", FIXTURES / "mixtral")
-  )
+  for name, array in want.items():
+    assert got[name].tobytes() == array.tobytes()
+  ours = json.loads((out / "config.json").read_text())
+  theirs = json.loads((FIXTURES / "mixtral" / "config.json").read_text())
   changed = {name for name in ours if ours[name] != theirs.get(name, ours[name])}
   assert changed <= {"head_dim", "max_position_embeddings", "router_aux_loss_coef"}
   # Without the key, a class with another default, such as SmolLM3's, refuses a small vocabulary.
   assert ours["pad_token_id"] is None
 
 
+def loaded_leaves(folder):
+  """{path: array} of the parameters that `maxlite.load` returns."""
+  _, params = maxlite.load(folder)
+  return leaves_by_path(params)
+
+
 def test_load_accepts_either_folder(root):
-  from_run = leaves_by_path(maxlite.load(root / "mixtral")[1])
-  for path, leaf in leaves_by_path(maxlite.load(FIXTURES / "mixtral")[1]).items():
+  from_run = loaded_leaves(root / "mixtral")
+  for path, leaf in loaded_leaves(FIXTURES / "mixtral").items():
     np.testing.assert_array_equal(from_run[path], leaf)
 
 
@@ -84,33 +101,37 @@ def test_load_onto_a_mesh(root):
   model, params = maxlite.load(FIXTURES / "llama", mesh={"fsdp": 2, "tensor": 2})
   assert len(leaves_by_path(params)["layers/mlp/wo/kernel"].sharding.device_set) == 4
   expected = load_file(FIXTURES / "llama" / "expected.safetensors")
-  names = ("tokens_BT", "segment_BT", "position_BT")
-  tokens, segments, positions = (expected[name][:2] for name in names)
+  two_rows = {name: array[:2] for name, array in expected.items()}
   apply = jax.jit(model.apply, **FAST)
-  got = apply(params, tokens, segment_ids=segments, positions=positions)
-  np.testing.assert_allclose(got, expected["logits_BTV"][:2], rtol=1e-4, atol=1e-4)
+  got_BTV = apply(
+    params,
+    two_rows["tokens_BT"],
+    segment_ids=two_rows["segment_BT"],
+    positions=two_rows["position_BT"],
+  )
+  np.testing.assert_allclose(got_BTV, two_rows["logits_BTV"], rtol=1e-4, atol=1e-4)
 
 
 def test_loaded_models_support_packing_and_gradients(root):
   model, params = maxlite.load(root / "llama")
-  packed = {"segment_ids": np.repeat([[1, 2]], 6, 1), "positions": np.tile(np.arange(6), 2)[None]}
-  packed = {name: np.tile(array, (2, 1)).astype(np.int32) for name, array in packed.items()}
+  segment_BT = np.tile(np.repeat([1, 2], 6), (2, 1)).astype(np.int32)
+  position_BT = np.tile(np.arange(6), (2, 2)).astype(np.int32)
 
   @functools.partial(jax.jit, **FAST)
   def outputs(params):
     def total(params):
       return jnp.sum(model.apply(params, TOKENS_BT) ** 2)
 
-    return (
-      model.apply({"params": params}, TOKENS_BT, **packed),
-      model.apply(params, TOKENS_BT[:, 6:]),
-      jax.grad(total)(params),
+    in_row = model.apply(
+      {"params": params}, TOKENS_BT, segment_ids=segment_BT, positions=position_BT
     )
+    alone = model.apply(params, TOKENS_BT[:, 6:])
+    return in_row, alone, jax.grad(total)(params)
 
   in_row, alone, gradients = outputs(params)
   np.testing.assert_allclose(in_row[:, 6:], alone, atol=1e-5)
   assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
-  half = maxlite.load(root / "llama", dtype="bfloat16")[1]
+  _, half = maxlite.load(root / "llama", dtype="bfloat16")
   assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -133,7 +154,8 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   cfg = load_config(
     ["run_name=llama", f"base_output_directory={root}", "base_emb_dim=16", "dataset_type=synthetic"]
   )
-  assert (cfg.model.decoder_block, cfg.model.vocab_size) == ("llama", 40)  # by model.yml
+  assert cfg.model.decoder_block == "llama"  # by model.yml
+  assert cfg.model.vocab_size == 40
   trainer = trainer_of_model(cfg.model)
   checkpoints = Checkpoints(cfg.checkpoint, folder / "checkpoints", print)
   restored, data_state, step = checkpoints.restore(trainer.abstract_state)
@@ -149,33 +171,38 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
 
 def test_a_run_reports_how_the_model_differs_whose_weights_it_starts_from(root, capsys):
   keys = ("dataset_type=synthetic", "remat_policy=full", f"load_parameters_path={root}/llama")
-  for changed, line in (("lora_rank=2", ""), ("rope_max_timescale=5", "rope_max_timescale=5.0\n")):
+
+  def reported(changed):
     cfg = load_config((*keys, changed), defaults=read_saved(root / "llama" / "config.yml"))
     read_parameters(build_trainer(cfg, jax.devices()[:1]))
-    found = capsys.readouterr().err
-    assert found.endswith(line) if line else not found
+    return capsys.readouterr().err
+
+  assert reported("lora_rank=2") == ""
+  assert reported("rope_max_timescale=5").endswith("rope_max_timescale=5.0\n")
 
 
 @pytest.mark.parametrize("dense", ["llama", slow("qwen3")])
-def test_an_upcycled_model_computes_the_same_function(root, monkeypatch, dense):
-  overrides = (f"run_name={dense}", f"base_output_directory={root}")
+def test_an_upcycled_model_computes_the_same_function(root, dense):
   mixture = f"mixture_of_{dense}"
   if not (root / dense).exists():
-    assert converted(monkeypatch, "from_hf", FIXTURES / dense, *overrides) == 0
-  target = (f"output_path={mixture}", "num_experts=4", "prompt=see a.yml")
-  flags = [f"--{each}" for each in (*overrides, *target)]
-  assert converted(monkeypatch, "upcycle", *flags) == 0
+    assert imported(FIXTURES / dense, root, dense) == 0
+  flags = [
+    f"--run_name={dense}",
+    f"--base_output_directory={root}",
+    f"--output_path={mixture}",
+    "--num_experts=4",
+    "--prompt=see a.yml",
+  ]
+  assert converted(["upcycle", *flags]) == 0
   assert read_saved(root / mixture / "config.yml")["prompt"] == "see a.yml"
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
-  overrides = (f"run_name={mixture}", overrides[1], f"output_path={root / mixture}_out")
-  assert converted(monkeypatch, "to_hf", *overrides) == 0
-  params = leaves_by_path(maxlite.load(root / mixture)[1])
-  router = np.asarray(params["layers/moe/router/kernel"])
+  assert exported(root, mixture, root / f"{mixture}_out") == 0
+  router = np.asarray(loaded_leaves(root / mixture)["layers/moe/router/kernel"])
   assert router.shape == (2, 16, 4)
   assert np.std(router) == pytest.approx(0.25, rel=0.3)
 
 
-def test_adapters_are_merged_on_upcycling(root, monkeypatch, capsys):
+def test_adapters_are_merged_on_upcycling(root, capsys):
   overrides = ("run_name=adapted", f"base_output_directory={root}")
   keys = (*overrides, "dataset_type=synthetic", "lora_rank=2", "ema_decay=0.9")
   cfg = load_config(keys, defaults=read_saved(root / "llama" / "config.yml"))
@@ -190,24 +217,31 @@ def test_adapters_are_merged_on_upcycling(root, monkeypatch, capsys):
   save_resolved(cfg, root / "adapted" / "config.yml")
   write_parameters(root / "adapted" / "checkpoints" / "0", arrays)
   target = ("output_path=mixture_of_adapted", "num_experts=4")
-  assert converted(monkeypatch, "upcycle", *overrides, *target) == 0
+  assert converted(["upcycle", *overrides, *target]) == 0
   logits = logits_of(root / "mixture_of_adapted")
   expected = logits_of(root / "adapted")
   np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
-  assert converted(monkeypatch, "to_hf", *overrides, f"output_path={root}/adapted_out") == 0
+  assert exported(root, "adapted", root / "adapted_out") == 0
   assert "not their moving averages" in capsys.readouterr().out
 
 
 def test_adapters_are_merged_on_export(tmp_path):
-  rng = np.random.default_rng(0)
-  shapes = {"kernel": (2, 6, 3, 4), "lora_a/kernel": (2, 6, 2), "lora_b/kernel": (2, 2, 3, 4)}
-  arrays = {f"q/{name}": rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
-  write_parameters(tmp_path / "0", {path: chunked(array) for path, array in arrays.items()})
-  stored = StoredParameters(*Checkpoints(CheckpointConfig(), tmp_path, print).stored())
-  second = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
-  got = read_merged(stored, "q/kernel", second, lora_alpha=3.0)[0]
-  kernel, a, b = (array[1] for array in arrays.values())
-  np.testing.assert_allclose(got, kernel + 1.5 * np.einsum("dr,rhc->dhc", a, b), rtol=1e-5)
+  draw = np.random.default_rng(0).normal
+  kernel_NDHC = draw(size=(2, 6, 3, 4)).astype(np.float32)
+  a_NDR = draw(size=(2, 6, 2)).astype(np.float32)
+  b_NRHC = draw(size=(2, 2, 3, 4)).astype(np.float32)
+  arrays = {
+    "q/kernel": chunked(kernel_NDHC),
+    "q/lora_a/kernel": chunked(a_NDR),
+    "q/lora_b/kernel": chunked(b_NRHC),
+  }
+  write_parameters(tmp_path / "0", arrays)
+  checkpoints = Checkpoints(CheckpointConfig(), tmp_path, print)
+  stored = StoredParameters(*checkpoints.stored())
+  second_layer = (slice(1, 2), slice(0, 6), slice(0, 3), slice(0, 4))
+  (got_DHC,) = read_merged(stored, "q/kernel", second_layer, lora_alpha=3.0)
+  change_DHC = 1.5 * np.einsum("dr,rhc->dhc", a_NDR[1], b_NRHC[1])
+  np.testing.assert_allclose(got_DHC, kernel_NDHC[1] + change_DHC, rtol=1e-5)
 
 
 def chunked(array):
@@ -235,14 +269,11 @@ def renamed(folder):
     (lambda folder: (folder / "model.safetensors").unlink(), "has neither"),
   ],
 )
-def test_damage_exits_with_one_line_and_creates_nothing(
-  tmp_path, monkeypatch, capsys, damage, message
-):
+def test_damage_exits_with_one_line_and_creates_nothing(tmp_path, capsys, damage, message):
   folder = tmp_path / "hf"
   shutil.copytree(FIXTURES / "llama", folder)
   damage(folder)
-  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
-  assert converted(monkeypatch, "from_hf", folder, *overrides) == 2
+  assert imported(folder, tmp_path / "runs", "new") == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("maxlite.convert: ")
   assert message in line
@@ -254,24 +285,24 @@ def test_a_failed_import_leaves_nothing(tmp_path, monkeypatch, capsys):
   shutil.copytree(FIXTURES / "llama", folder)
 
   # Truncate after the headers were validated, before the weights are read.
-  def truncate_after(*args):
-    return (params_from_hf(*args), truncated(folder))[0]
+  def truncate_after(*arguments):
+    params = params_from_hf(*arguments)
+    truncated(folder)
+    return params
 
   monkeypatch.setattr("maxlite.hf.conversion.params_from_hf", truncate_after)
-  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
-  assert converted(monkeypatch, "from_hf", folder, *overrides) == 2
+  assert imported(folder, tmp_path / "runs", "new") == 2
   assert "bytes early" in capsys.readouterr().err
   assert not list((tmp_path / "runs").rglob("*"))
 
 
-def test_weights_that_are_not_finite_are_reported(tmp_path, monkeypatch, capsys):
+def test_weights_that_are_not_finite_are_reported(tmp_path, capsys):
   folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model=1")
   weights = load_file(folder / "model.safetensors")
   name = "model.norm.weight"
   weights[name][:2] = np.nan, np.inf
   save_file(weights, folder / "model.safetensors")
-  overrides = ("run_name=new", f"base_output_directory={tmp_path}/runs")
-  assert converted(monkeypatch, "from_hf", folder, *overrides) == 0
+  assert imported(folder, tmp_path / "runs", "new") == 0
   assert "2 weights are NaN or infinite, in final_norm/scale" in capsys.readouterr().out
 
 
@@ -311,8 +342,8 @@ def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
     ),
   ],
 )
-def test_an_invalid_command_exits_with_one_line(root, monkeypatch, capsys, args, message):
-  assert converted(monkeypatch, *args, f"base_output_directory={root}") == 2
+def test_an_invalid_command_exits_with_one_line(root, capsys, args, message):
+  assert converted([*args, f"base_output_directory={root}"]) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "new").exists()

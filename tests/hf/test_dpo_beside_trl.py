@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+import trees
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import maxlite
@@ -138,7 +139,7 @@ def our_step(folder, packing):
   filled = [rows[n] for n in range(len(rows))]
   filled += [padding] * (NUM_PAIRS - len(rows))
   assert (len(rows) < NUM_PAIRS) == packing
-  batch = Batch(**{name: np.stack([row[name] for row in filled]) for name in padding})
+  batch = Batch(**trees.stack(filled))
   inputs = trainer.with_extra_inputs(trainer.place(batch))
   assert isinstance(inputs, StepInputs)
   step = jax.jit(trainer.build_parts(0).gradients)

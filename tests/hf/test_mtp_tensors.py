@@ -1,5 +1,6 @@
 """Layers of multi-token prediction under their published names."""
 
+import functools
 import json
 import shutil
 from importlib.util import find_spec
@@ -113,7 +114,9 @@ def test_the_layer_survives_the_round_trip_bitwise(model_type, tmp_path):
   out.mkdir()
   write_weights(out, family, model, abstract_params(model), read)
   assert len(reads) == len(set(reads))  # copies are not read again
-  got = {n: a for path in out.glob("*.safetensors") for n, a in load_file(path).items()}
+  got = {}
+  for file in out.glob("*.safetensors"):
+    got |= load_file(file)
   want = load_file(folder / "model.safetensors")
   assert got.keys() == want.keys()
   for name, array in want.items():
@@ -213,14 +216,15 @@ def test_logits_equal_those_of_the_modules_of_transformers(tmp_path):
   model, params = load(folder, dtype="float32")
   decoder = model.decoder
   tokens_BT = np.random.default_rng(0).integers(model.cfg.vocab_size, size=(2, 9), dtype=np.int32)
+  segment_BT = np.ones_like(tokens_BT)
   position_BT = np.broadcast_to(np.arange(9, dtype=np.int32), tokens_BT.shape)
-  inputs = (tokens_BT, np.ones_like(tokens_BT), position_BT)
 
   @jax.jit
   def logits(params):
-    x_BTD, _ = decoder.apply({"params": params}, *inputs, method=decoder.hidden)
-    y_BTJD, _ = decoder.apply({"params": params}, x_BTD, *inputs, method=decoder.mtp_hidden)
-    return decoder.apply({"params": params}, y_BTJD[:, :, 0], method=decoder.logits)
+    run = functools.partial(decoder.apply, {"params": params})
+    x_BTD, _ = run(tokens_BT, segment_BT, position_BT, method=decoder.hidden)
+    y_BTJD, _ = run(x_BTD, tokens_BT, segment_BT, position_BT, method=decoder.mtp_hidden)
+    return run(y_BTJD[:, :, 0], method=decoder.logits)
 
   got = np.asarray(logits(params))[:, :-1]
   want = their_logits(folder, tokens_BT)

@@ -26,12 +26,14 @@ from maxlite.hf.load_model import abstract_params
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
-RANK, ALPHA = 2, 3.0
+RANK = 2
+ALPHA = 3.0
 
 
-def converted(*args):
+def converted(arguments):
+  """Run `maxlite.convert` and return its exit code."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["convert", *map(str, args)])
+    patch.setattr(sys, "argv", ["convert", *map(str, arguments)])
     try:
       return convert.main()
     except SystemExit as error:
@@ -84,8 +86,9 @@ def exported(request, tmp_path_factory):
     trained = "attention|moe/lora"
   make_run(root, family, "tuned", trained, of_experts=bool(of_experts))
   overrides = overrides_of(root, "tuned")
-  assert converted("to_peft", FIXTURES / family, *overrides, f"output_path={root}/adapter") == 0
-  assert converted("to_hf", *overrides, f"output_path={root}/merged") == 0
+  command = ["to_peft", FIXTURES / family, *overrides, f"output_path={root}/adapter"]
+  assert converted(command) == 0
+  assert converted(["to_hf", *overrides, f"output_path={root}/merged"]) == 0
   return family, root
 
 
@@ -94,9 +97,8 @@ def test_base_and_adapters_equal_the_merged_model(exported):
   family, root = exported
   config = json.loads((root / "adapter" / "adapter_config.json").read_text())
   adapters = load_file(root / "adapter" / "adapter_model.safetensors")
-  base, merged = (
-    load_file(folder / "model.safetensors") for folder in (FIXTURES / family, root / "merged")
-  )
+  base = load_file(FIXTURES / family / "model.safetensors")
+  merged = load_file(root / "merged" / "model.safetensors")
   assert config["base_model_name_or_path"] == str(FIXTURES / family)
   changed = set()
   for name, a in adapters.items():
@@ -105,8 +107,9 @@ def test_base_and_adapters_equal_the_merged_model(exported):
     assert f".{module}".endswith(ends), module
     if which == "A.weight":
       b = adapters[name.replace(".lora_A.", ".lora_B.")]
-      assert (a.shape[0], b.shape[1]) == (config["r"], config["r"])
-      change = b @ a * (config["lora_alpha"] / config["r"])
+      rank = config["r"]
+      assert a.shape[0] == b.shape[1] == rank
+      change = b @ a * (config["lora_alpha"] / rank)
       tensor = f"{module}.weight"
       np.testing.assert_allclose(merged[tensor], base[tensor] + change, atol=1e-6)
       changed.add(tensor)
@@ -162,7 +165,7 @@ def test_peft_computes_what_the_run_does(exported):
 def test_an_invalid_export_exits_with_one_line(exported, capsys, folder, run, message):
   _, root = exported
   if run == "plain":
-    assert converted("from_hf", FIXTURES / "llama", *overrides_of(root, "plain")) == 0
+    assert converted(["from_hf", FIXTURES / "llama", *overrides_of(root, "plain")]) == 0
   if run == "untrained":
     make_run(root, "llama", "untrained", trained="none")
   capsys.readouterr()
@@ -170,7 +173,8 @@ def test_an_invalid_export_exits_with_one_line(exported, capsys, folder, run, me
 
 
 def assert_fails(capsys, folder, root, run, message):
-  assert converted("to_peft", folder, *overrides_of(root, run), f"output_path={root}/out") == 2
+  command = ["to_peft", folder, *overrides_of(root, run), f"output_path={root}/out"]
+  assert converted(command) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "out").exists()

@@ -46,7 +46,8 @@ def arrays_of(folder):
 
 
 def assert_same_arrays(folder, fixture):
-  arrays, expected = arrays_of(folder), arrays_of(fixture)
+  arrays = arrays_of(folder)
+  expected = arrays_of(fixture)
   assert arrays.keys() == expected.keys()
   for path, array in arrays.items():
     np.testing.assert_array_equal(array, expected[path], path)
@@ -87,11 +88,14 @@ def test_experts_in_one_tensor_are_read(tmp_path):
   fused = {name: array for name, array in tensors.items() if ".mlp.experts." not in name}
   layers = {name.partition(".mlp.experts.")[0] for name in tensors.keys() - fused.keys()}
   for layer in layers:
-    rows, columns = [], []
-    for expert in range(sum(name.startswith(f"{layer}.mlp.experts.") for name in tensors) // 3):
+    of_experts = [name for name in tensors if name.startswith(f"{layer}.mlp.experts.")]
+    rows = []
+    columns = []
+    for expert in range(len(of_experts) // 3):
       prefix = f"{layer}.mlp.experts.{expert}"
-      gate_up = [tensors[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up")]
-      rows.append(np.concatenate(gate_up))
+      gate = tensors[f"{prefix}.gate_proj.weight"]
+      up = tensors[f"{prefix}.up_proj.weight"]
+      rows.append(np.concatenate([gate, up]))
       columns.append(tensors[f"{prefix}.down_proj.weight"])
     fused[f"{layer}.mlp.experts.gate_up_proj"] = np.stack(rows)
     fused[f"{layer}.mlp.experts.down_proj"] = np.stack(columns)

@@ -55,7 +55,10 @@ def imported(folder, root):
 def batch_of(hf_parity, step):
   """The batch of a step: packed documents in rows for every device."""
   parts = [hf_parity.batch(NUM_DEVICES * step + device) for device in range(NUM_DEVICES)]
-  return {name: hf_parity.torch.cat([part[name] for part in parts]) for name in parts[0]}
+  batch = {}
+  for name in parts[0]:
+    batch[name] = hf_parity.torch.cat([part[name] for part in parts])
+  return batch
 
 
 @pytest.mark.hf
