@@ -25,7 +25,12 @@ from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 
-NUM_ROWS, LENGTH, VOCAB, NUM_EXPERTS, NUM_CHOSEN, NUM_MOE_LAYERS = 24, 8, 32, 8, 3, 2
+NUM_ROWS = 24
+LENGTH = 8
+VOCAB = 32
+NUM_EXPERTS = 8
+NUM_CHOSEN = 3
+NUM_MOE_LAYERS = 2
 KEYS = {
   "dataset_type": "synthetic",
   "vocab_size": VOCAB,
@@ -122,7 +127,6 @@ def config_of(family: str, **keys: Any) -> Any:
   return dataclasses.replace(cfg, model=model)
 
 
-@functools.cache
 def batch_of() -> Batch:
   """Rows with several documents and unequal lengths, some with padding only."""
   draw = np.random.default_rng(0)
@@ -140,7 +144,6 @@ def batch_of() -> Batch:
   )
 
 
-@functools.cache
 def params_of(family: str) -> dict:
   """Flat {path: array} of scanned layers with random weights."""
   model = Decoder(config_of(family).model, sharder_of((1,) * len(MESH_AXES)))
@@ -160,22 +163,30 @@ def sharder_of(mesh: tuple[int, ...]) -> Sharder:
   return Sharder(build_mesh(mesh, (1,) * len(MESH_AXES), devices))
 
 
-def results_of(variant: Variant, routing: str) -> dict[str, np.ndarray]:
-  """Flat {name: value} of all results of one step."""
-  params = params_of(variant.family)
-  bias = next(path for path in params if path.endswith("router/bias"))
-  forced_NE = np.tile(np.float32(ROUTINGS[routing]), (NUM_MOE_LAYERS, 1))
-  params = _restacked(params | {bias: forced_NE}, variant.scan)
-  with jax.enable_x64(True):
-    state, metrics = _step(variant)(params, batch_of())
-  gradients = _stacked(flatten_dict(jax.device_get(state.opt_state), sep="/"))
-  results = {f"gradient of {path}": leaf for path, leaf in gradients.items()}
-  return results | jax.device_get(metrics)
+class Net:
+  """The steps of all variants; compiles each once."""
 
+  def __init__(self) -> None:
+    self._params_of = functools.cache(params_of)
+    self._step_of = functools.cache(compile_step)
+    self.oracle_of = functools.cache(self._oracle)
 
-@functools.cache
-def oracle_of(family: str, routing: str) -> dict[str, np.ndarray]:
-  return results_of(Variant((1,) * len(MESH_AXES), "oracle", family=family), routing)
+  def results_of(self, variant: Variant, routing: str) -> dict[str, np.ndarray]:
+    """Flat {name: value} of all results of one step."""
+    params = self._params_of(variant.family)
+    bias = next(path for path in params if path.endswith("router/bias"))
+    forced_NE = np.tile(np.float32(ROUTINGS[routing]), (NUM_MOE_LAYERS, 1))
+    params = _restacked(params | {bias: forced_NE}, variant.scan)
+    step = self._step_of(variant)
+    with jax.enable_x64(True):
+      state, metrics = step(params, batch_of())
+    gradients = _stacked(flatten_dict(jax.device_get(state.opt_state), sep="/"))
+    results = {f"gradient of {path}": leaf for path, leaf in gradients.items()}
+    return results | jax.device_get(metrics)
+
+  def _oracle(self, family: str, routing: str) -> dict[str, np.ndarray]:
+    one_device = (1,) * len(MESH_AXES)
+    return self.results_of(Variant(one_device, "oracle", family=family), routing)
 
 
 def _keys_of(variant: Variant) -> dict[str, Any]:
@@ -193,8 +204,7 @@ def _keys_of(variant: Variant) -> dict[str, Any]:
   return keys
 
 
-@functools.cache
-def _step(variant: Variant) -> Any:
+def compile_step(variant: Variant) -> Any:
   """The compiled train step, with an optimizer whose state is the gradient."""
   cfg = config_of(variant.family, **_keys_of(variant))
   sharder = sharder_of(variant.mesh)
@@ -253,6 +263,7 @@ def _stacked(params: dict) -> dict:
       layers.setdefault(f"{stack}/{rest}", {})[int(number)] = leaf
     else:
       flat[path] = leaf
-  return flat | {
-    path: np.stack([by_layer[i] for i in sorted(by_layer)]) for path, by_layer in layers.items()
-  }
+  for path, by_layer in layers.items():
+    in_order = [by_layer[i] for i in sorted(by_layer)]
+    flat[path] = np.stack(in_order)
+  return flat

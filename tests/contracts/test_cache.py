@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_models as families
+import tiny_families as families
 from slow_cases import fast_only, slow
 
 from maxlite.config.model_families import MODELS
@@ -96,8 +96,13 @@ CASES = [(name, False) if name in FAST else slow(name, False) for name in MODELS
 
 
 @pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
-def test_cached_decoding_gives_the_uncached_logits(family, scanned):
-  assert_same_logits(family, scanned, decoded)
+def test_cached_decoding_gives_the_uncached_logits(family, scanned, params_of, uncached_logits):
+  model = families.model_of(family)
+  params = params_of(family)
+  if not scanned:
+    params = inference_params(model.cfg, params)
+    model = inference_model(model.cfg, model.sharder)
+  assert_same_logits(decoded, model, params, uncached_logits(family))
 
 
 # Of those, windows with sinks and latent attention; the rest attends as these do.
@@ -105,52 +110,55 @@ DRAFTED = ("deepseek", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", fast_only(MODELS, *DRAFTED))
-def test_rejected_draft_tokens_change_no_logits(family):
-  assert_same_logits(family, False, decoded_with_drafts)
-
-
-@functools.cache
-def uncached_logits(family):
-  """logits_BTV of TOKENS_BT."""
+def test_rejected_draft_tokens_change_no_logits(family, params_of, uncached_logits):
   model = families.model_of(family)
-  apply = families.jit(lambda params: model.apply({"params": params}, TOKENS_BT))
-  return np.asarray(apply(families.params_of(family)))
-
-
-def assert_same_logits(family, scanned, decode):
-  model = families.model_of(family)
-  params = families.params_of(family)
-  ready = inference_params(model.cfg, params)
+  params = inference_params(model.cfg, params_of(family))
   alike = inference_model(model.cfg, model.sharder)
+  assert_same_logits(decoded_with_drafts, alike, params, uncached_logits(family))
 
-  chosen = (model, params) if scanned else (alike, ready)
-  got_nBV = families.jit(functools.partial(decode, chosen[0]))(chosen[1])
+
+@pytest.fixture(scope="module")
+def uncached_logits(params_of):
+  """family -> logits_BTV of TOKENS_BT."""
+
+  def logits_of(family):
+    model = families.model_of(family)
+    apply = families.jit(lambda params: model.apply({"params": params}, TOKENS_BT))
+    return np.asarray(apply(params_of(family)))
+
+  return functools.cache(logits_of)
+
+
+def assert_same_logits(decode, model, params, uncached_BTV):
+  got_nBV = families.jit(functools.partial(decode, model))(params)
   position_nB = LENGTH_B[None] - 1 + np.arange(NUM_STEPS + 1)[:, None]
-  want_nBV = uncached_logits(family)[np.arange(3)[None], position_nB]
+  want_nBV = uncached_BTV[np.arange(3)[None], position_nB]
   np.testing.assert_allclose(got_nBV, want_nBV, atol=1e-5 * np.abs(want_nBV).max())
   assert np.ptp(want_nBV, axis=0).min() > 0
 
 
-def test_a_sliding_window_bounds_the_cache():
+def cached_shapes(model, params):
+  """The shapes that a prefill of TOKENS_BT caches."""
+  variables = {"params": params}
+  _, kept = jax.eval_shape(lambda: model.apply(variables, TOKENS_BT, **KEPT))
+  return kept[cache.COLLECTION]
+
+
+def test_a_sliding_window_bounds_the_cache(params_of):
   mixed = [name for name, block in MODELS.items() if block.global_layer_every]
   family = next(name for name in mixed if families.model_of(name).cfg.sliding_window_size)
   model = families.model_of(family)
   window = model.cfg.sliding_window_size
   assert 0 < window < NUM_PROMPT
-  ready = inference_params(model.cfg, families.params_of(family))
+  params = inference_params(model.cfg, params_of(family))
   alike = inference_model(model.cfg, model.sharder)
-  _, kept = jax.eval_shape(
-    lambda: alike.apply({"params": ready}, TOKENS_BT, mutable=[cache.COLLECTION])
-  )
-  keys = [layer["attention"]["key"] for layer in kept[cache.COLLECTION].values()]
+  layers = cached_shapes(alike, params)
+  keys = [layer["attention"]["key"] for layer in layers.values()]
   assert {leaf.shape[2] for leaf in keys} == {window, NUM_TOKENS}
 
 
-def test_latent_attention_caches_only_the_latent():
+def test_latent_attention_caches_only_the_latent(params_of):
   model = families.model_of("deepseek")
-  params = families.params_of("deepseek")
-  _, kept = jax.eval_shape(
-    lambda: model.apply({"params": params}, TOKENS_BT, mutable=[cache.COLLECTION])
-  )
-  entry = kept[cache.COLLECTION]["layers"]["attention"]["latent"]
+  layers = cached_shapes(model, params_of("deepseek"))["layers"]
+  entry = layers["attention"]["latent"]
   assert entry.shape[-1] == model.cfg.mla.kv_lora_rank + model.cfg.mla.qk_rope_head_dim

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import pytest
-from moe_net import DISPATCHES, FAMILIES, ROUTINGS, Variant, oracle_of, results_of
+from moe_net import DISPATCHES, FAMILIES, ROUTINGS, Net, Variant
 
 from maxlite.sharding import MESH_AXES
 
@@ -57,34 +57,42 @@ def full() -> list[Variant]:
   return variants
 
 
-def check(variant: Variant, routing: str) -> None:
-  got, want = results_of(variant, routing), oracle_of(variant.family, routing)
+@pytest.fixture(scope="module")
+def net() -> Net:
+  return Net()
+
+
+def check(net: Net, variant: Variant, routing: str) -> None:
+  got = net.results_of(variant, routing)
+  want = net.oracle_of(variant.family, routing)
   assert set(got) == set(want)
-  squares = (np.sum(np.square(got[name])) for name in got if name.startswith("gradient of"))
-  np.testing.assert_allclose(got["grad_norm"], np.sqrt(sum(squares)), rtol=TOLERANCE)
+  square = 0.0
+  for name, value in got.items():
+    if name.startswith("gradient of"):
+      square += np.sum(np.square(value))
+  np.testing.assert_allclose(got["grad_norm"], np.sqrt(square), rtol=TOLERANCE)
   for name, value in want.items():
-    scale = np.abs(value).max()
-    np.testing.assert_allclose(
-      got[name], value, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=f"{variant}: {name}"
-    )
+    atol = TOLERANCE * np.abs(value).max()
+    label = f"{variant}: {name}"
+    np.testing.assert_allclose(got[name], value, rtol=TOLERANCE, atol=atol, err_msg=label)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("variant", FAST, ids=str)
-def test_a_step_equals_the_dense_reference(variant, routing):
-  check(variant, routing)
+def test_a_step_equals_the_dense_reference(variant, routing, net):
+  check(net, variant, routing)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", full(), ids=str)
-def test_every_mesh_and_dispatch_equals_the_dense_reference(variant):
+def test_every_mesh_and_dispatch_equals_the_dense_reference(variant, net):
   for routing in ROUTINGS:
-    check(variant, routing)
+    check(net, variant, routing)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_the_routings_match_their_names(family):
-  load = {name: oracle_of(family, name)["expert_load"] for name in ROUTINGS}
+def test_the_routings_match_their_names(family, net):
+  load = {name: net.oracle_of(family, name)["expert_load"] for name in ROUTINGS}
   assert (load["uniform"] > 0).all()
   assert (load["hot"] > 0).sum() == 2 * 3
   assert not load["empty"][:, [0, 3, 6]].any()

@@ -11,12 +11,9 @@ from tiny_engine import (
   SIZE,
   completions_of,
   config_of,
-  engine_of,
-  greedy_completions,
   greedy_requests,
   params_of,
   sharder_of,
-  until_stop,
 )
 
 from maxlite.inference.batcher import LENGTH, STOP, Batcher
@@ -29,17 +26,15 @@ pytestmark = pytest.mark.usefixtures("fast_programs")
 ADAPTERS = {"lora_rank": 2}
 
 
-def test_greedy_decoding_equals_uncached_decoding_with_more_requests_than_rows(two_rows):
-  expected = [until_stop(completion) for completion in greedy_completions()]
+def test_greedy_decoding_equals_uncached_decoding_with_more_requests_than_rows(two_rows, greedy):
+  expected = greedy.expected()
   assert {reason for _, reason in expected} == {STOP, LENGTH}
   assert completions_of(two_rows, greedy_requests()) == expected
 
 
-def test_a_sharded_engine_gives_the_same_completions():
-  sharded = engine_of(4, fsdp=2, expert=2, tensor=2)
-  assert completions_of(sharded, greedy_requests()) == [
-    until_stop(completion) for completion in greedy_completions()
-  ]
+def test_a_sharded_engine_gives_the_same_completions(greedy):
+  sharded = greedy.engine(4, fsdp=2, expert=2, tensor=2)
+  assert completions_of(sharded, greedy_requests()) == greedy.expected()
 
 
 def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(two_rows):
@@ -55,7 +50,7 @@ def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(two_rows)
   assert together[2] != alone
 
 
-def test_a_cancelled_request_frees_its_row_and_affects_no_other(two_rows):
+def test_a_cancelled_request_frees_its_row_and_affects_no_other(two_rows, greedy):
   batcher = Batcher(two_rows)
   first, second, third = greedy_requests()[2:]
   tokens = {request: [] for request in (first, second, third)}
@@ -63,16 +58,18 @@ def test_a_cancelled_request_frees_its_row_and_affects_no_other(two_rows):
   events = batcher.add([first, second])
   while events or not batcher.is_idle:
     for event in events:
-      tokens[event.request] += [] if event.token is None else [event.token]
+      if event.token is not None:
+        tokens[event.request].append(event.token)
     if len(tokens[first]) == 2 and waiting:
       batcher.cancel(first)
       assert batcher.num_free
       events = batcher.add([waiting.pop()])
     else:
       events = [] if batcher.is_idle else batcher.step()
-  assert tokens[first] == greedy_completions()[2][:2]
-  assert tokens[second] == until_stop(greedy_completions()[3])[0]
-  assert tokens[third] == until_stop(greedy_completions()[4])[0]
+  expected = greedy.expected()
+  assert tokens[first] == greedy.completions[2][:2]
+  assert tokens[second] == expected[3][0]
+  assert tokens[third] == expected[4][0]
 
 
 def test_requests_compile_nothing_after_compile_ahead(two_rows):
@@ -84,21 +81,21 @@ def test_requests_compile_nothing_after_compile_ahead(two_rows):
   assert engine.compile_seconds == seconds
 
 
-def test_a_request_compiles_nothing_after_compile_for():
-  engine = engine_of(1)
+def test_a_request_compiles_nothing_after_compile_for(greedy):
+  engine = greedy.engine(1)
   (request,) = greedy_requests()[:1]
   engine.compile_for(request)
   seconds = engine.compile_seconds
-  assert completions_of(engine, [request]) == [until_stop(greedy_completions()[0])]
+  assert completions_of(engine, [request]) == greedy.expected()[:1]
   assert engine.compile_seconds == seconds
 
 
-def test_larger_growth_of_prompts_compiles_fewer_programs():
-  engine = engine_of(2, padding={"min_prompt_length": 2, "prompt_growth": 5})
+def test_larger_growth_of_prompts_compiles_fewer_programs(greedy):
+  engine = greedy.engine(2, padding={"min_prompt_length": 2, "prompt_growth": 5})
   engine.compile_ahead()
   assert [*engine._programs] == ["step", (1, 2), (1, 10), (1, MAX_LENGTH)]
   found = completions_of(engine, greedy_requests()[:1])
-  assert found == [until_stop(greedy_completions()[0])]
+  assert found == greedy.expected()[:1]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +111,9 @@ def test_a_request_that_no_row_can_hold_raises(prompt, size, message, two_rows):
     Batcher(two_rows).add([GenerationRequest(prompt, size)])
 
 
-def test_unsupported_meshes_raise():
+def test_unsupported_meshes_raise(greedy):
   with pytest.raises(ValueError, match=r"3 rows are not divisible by the 2 shards .* use 4"):
-    engine_of(3, fsdp=2)
+    greedy.engine(3, fsdp=2)
   with pytest.raises(ValueError, match="ici_context_parallelism=1"):
     inference_model(config_of(), sharder_of(context=2))
 

@@ -37,7 +37,6 @@ LATENT = {
 }
 
 
-@functools.cache
 def params_of(**keys):
   """Parameters with which the layers predict the model's tokens now and then.
 
@@ -61,8 +60,18 @@ def _weaken_layers(path, leaf):
   return np.asarray(leaf)
 
 
-@functools.cache
-def engine_of(num_rows, num_drafts, keys=(), **degrees):
+@pytest.fixture(scope="module")
+def params():
+  return params_of()
+
+
+@pytest.fixture(scope="module")
+def engine_of():
+  """The engine of the arguments of `build_engine`, built once; every test leaves its rows free."""
+  return functools.cache(build_engine)
+
+
+def build_engine(num_rows, num_drafts, keys=(), **degrees):
   cfg = tiny.config_of(**MTP, **dict(keys))
   sharder = tiny.sharder_of(**degrees)
   return Engine(
@@ -88,13 +97,15 @@ def completions_of(engine):
     slow(2, 2, {"decoder_block": "gemma2", "sliding_window_size": 4}, {}),
   ],
 )
-def test_greedy_completions_equal_those_without_drafts(num_rows, num_drafts, keys, degrees):
+def test_greedy_completions_equal_those_without_drafts(
+  num_rows, num_drafts, keys, degrees, engine_of
+):
   keys = tuple(keys.items())
   expected = completions_of(engine_of(3, 0, keys))
   assert completions_of(engine_of(num_rows, num_drafts, keys, **degrees)) == expected
 
 
-def states_of_training(tokens_BT):
+def states_of_training(params, tokens_BT):
   """(x_BTD of the model, y_BTJD of its layers) from an uncached forward pass."""
   model = Decoder(tiny.config_of(**MTP), tiny.sharder_of())
   position_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
@@ -106,15 +117,15 @@ def states_of_training(tokens_BT):
     y_BTJD, _ = model.apply({"params": params}, x_BTD, *inputs, method=model.mtp_hidden)
     return x_BTD, y_BTJD
 
-  return jax.device_get(run(params_of()))
+  return jax.device_get(run(params))
 
 
-def accepted_lengths(prompt, completion):
+def accepted_lengths(params, prompt, completion):
   """Drafts that each greedy step accepts, from an uncached forward pass over the sequence."""
   tokens_BT = np.zeros((1, tiny.MAX_LENGTH), np.int32)
   tokens_BT[0, : len(prompt) + len(completion)] = [*prompt, *completion]
-  _, y_BTJD = states_of_training(tokens_BT)
-  predicted_TJ = np.argmax(y_BTJD[0] @ params_of()["unembed"]["kernel"], axis=-1)
+  _, y_BTJD = states_of_training(params, tokens_BT)
+  predicted_TJ = np.argmax(y_BTJD[0] @ params["unembed"]["kernel"], axis=-1)
   newest = len(prompt)
   end = len(prompt) + len(completion)
   lengths = []
@@ -126,7 +137,7 @@ def accepted_lengths(prompt, completion):
   return lengths
 
 
-def test_a_step_accepts_the_drafts_that_the_layers_get_right():
+def test_a_step_accepts_the_drafts_that_the_layers_get_right(params, engine_of):
   found = []
   for index, prompt in enumerate(tiny.PROMPTS):
     if len(prompt) < J - 1:
@@ -139,15 +150,15 @@ def test_a_step_accepts_the_drafts_that_the_layers_get_right():
       before = batcher.throughput.new_tokens
       batcher.step()
       by_step.append(batcher.throughput.new_tokens - before)
-    lengths = accepted_lengths(prompt, completion)
+    lengths = accepted_lengths(params, prompt, completion)
     assert batcher.throughput.row_steps == len(lengths), (prompt, by_step)
     found += lengths
   assert {0, 1, 2, 3} <= set(found), found
 
 
-def assert_states_of_training(draft, y_BTJD, length_B):
+def assert_states_of_training(params, draft, y_BTJD, length_B):
   """`draft` has the states that training has at the last positions of each layer."""
-  scales = [layer["final_norm"]["scale"] for layer in params_of()["mtp"].values()]
+  scales = [layer["final_norm"]["scale"] for layer in params["mtp"].values()]
   for b, length in enumerate(length_B):
     np.testing.assert_allclose(draft.y_BD[b], y_BTJD[b, length - 1, 0], rtol=1e-3, atol=1e-4)
     for j, scale in enumerate(scales):
@@ -156,21 +167,21 @@ def assert_states_of_training(draft, y_BTJD, length_B):
       np.testing.assert_allclose(normed_D, y_BTJD[b, length - 1 - j, j], rtol=1e-3, atol=1e-4)
 
 
-def test_the_drafter_has_the_states_of_training():
+def test_the_drafter_has_the_states_of_training(params):
   """After a prefill and steps that accept none, some or all drafts."""
   cfg = tiny.config_of(**MTP)
   num_rows = 2
   draw = np.random.default_rng(0)
   tokens_BT = draw.integers(cfg.vocab_size, size=(num_rows, 20), dtype=np.int32)
-  x_BTD, y_BTJD = states_of_training(tokens_BT)
-  params = inference_params(cfg, params_of())
+  x_BTD, y_BTJD = states_of_training(params, tokens_BT)
+  ready = inference_params(cfg, params)
   drafter = MtpDrafter(inference_model(cfg, tiny.sharder_of()), J)
   length_B = np.array([3, 5], np.int32)
   row_B = np.arange(num_rows, dtype=np.int32)
   prompts = PrefilledPrompts(x_BTD, tokens_BT, length_B, tokens_BT[row_B, length_B])
-  new = jax.jit(drafter.prefill)(params, prompts)
+  new = jax.jit(drafter.prefill)(ready, prompts)
   draft = drafter.insert(drafter.init(new, num_rows, 0), new, row_B, length_B)
-  assert_states_of_training(draft, y_BTJD, length_B)
+  assert_states_of_training(params, draft, y_BTJD, length_B)
   propose = jax.jit(drafter.propose)
   advance = jax.jit(drafter.advance)
   is_active_B = np.ones(num_rows, bool)
@@ -178,7 +189,8 @@ def test_the_drafter_has_the_states_of_training():
   sampling = BatchSamplingParams.stack([tiny.GREEDY] * num_rows)
   key_B = jax.random.split(jax.random.key(0), num_rows)
   for accepted_B in np.array([[2, 0], [3, 1], [0, 3]], np.int32):
-    _, draft = propose(params, draft, DraftRows(length_B, is_active_B, seen_BV, sampling, key_B))
+    rows = DraftRows(length_B, is_active_B, seen_BV, sampling, key_B)
+    _, draft = propose(ready, draft, rows)
     columns_BT = length_B[:, None] + np.arange(1 + J)
     is_rejected_BT = np.arange(1 + J) > accepted_B[:, None]
     following_BT = tokens_BT[row_B[:, None], columns_BT + 1]
@@ -186,9 +198,9 @@ def test_the_drafter_has_the_states_of_training():
     states_BTD = x_BTD[row_B[:, None], columns_BT]
     states_BTD = np.where(is_rejected_BT[..., None], states_BTD[:, ::-1], states_BTD)
     step = DecodedStep(states_BTD, following_BT, accepted_B, length_B, is_active_B)
-    draft = advance(params, draft, step)
+    draft = advance(ready, draft, step)
     length_B = length_B + 1 + accepted_B
-    assert_states_of_training(draft, y_BTJD, length_B)
+    assert_states_of_training(params, draft, y_BTJD, length_B)
 
 
 def test_a_model_with_recurrent_layers_proposes_nothing():

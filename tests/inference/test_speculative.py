@@ -125,41 +125,42 @@ def test_drafts_from_the_model_s_distribution_are_always_accepted():
 HEADS = {"num_draft_heads": 3}
 
 
-def engine_of(num_rows, num_drafts, **degrees):
+def engine_of(params, num_rows, num_drafts, stop_token, **degrees):
   cfg = tiny.config_of(**HEADS)
   sharder = tiny.sharder_of(**degrees)
   return Engine(
     inference_model(cfg, sharder),
-    inference_params(cfg, params()),
+    inference_params(cfg, params),
     num_rows=num_rows,
     max_length=tiny.MAX_LENGTH,
-    stop_token_ids=[tiny.stop_token()],
+    stop_token_ids=[stop_token],
     num_drafts=num_drafts,
   )
 
 
-def params():
+@pytest.fixture(scope="module")
+def params(greedy):
   """Parameters of the engine's tests, with draft heads that are right now and then."""
   heads = tiny.params_of(**HEADS)["draft_head"]
-  return tiny.params_of() | {"draft_head": jax.tree.map(lambda leaf: leaf / 8, heads)}
+  return greedy.params | {"draft_head": jax.tree.map(lambda leaf: leaf / 8, heads)}
 
 
 @pytest.fixture(scope="module")
-def three_drafts():
+def three_drafts(params, greedy):
   """An engine that proposes three tokens per step; every test leaves its two rows free."""
-  return engine_of(2, 3)
+  return engine_of(params, 2, 3, greedy.stop_token)
 
 
-def test_greedy_completions_equal_those_without_drafts(three_drafts):
-  expected = [tiny.until_stop(tokens) for tokens in tiny.greedy_completions()]
-  assert tiny.completions_of(three_drafts, tiny.greedy_requests()) == expected
+def test_greedy_completions_equal_those_without_drafts(three_drafts, greedy):
+  assert tiny.completions_of(three_drafts, tiny.greedy_requests()) == greedy.expected()
 
 
 @pytest.mark.slow
-def test_greedy_completions_on_a_mesh_and_with_fewer_drafts_than_heads():
-  expected = [tiny.until_stop(tokens) for tokens in tiny.greedy_completions()]
-  for engine in (engine_of(4, 2, fsdp=2, expert=2, tensor=2), engine_of(3, 1)):
-    assert tiny.completions_of(engine, tiny.greedy_requests()) == expected
+def test_greedy_completions_on_a_mesh_and_with_fewer_drafts_than_heads(params, greedy):
+  sharded = engine_of(params, 4, 2, greedy.stop_token, fsdp=2, expert=2, tensor=2)
+  assert tiny.completions_of(sharded, tiny.greedy_requests()) == greedy.expected()
+  one_draft = engine_of(params, 3, 1, greedy.stop_token)
+  assert tiny.completions_of(one_draft, tiny.greedy_requests()) == greedy.expected()
 
 
 def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(three_drafts):
@@ -174,11 +175,8 @@ def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(three_dra
   assert together[2] != alone
 
 
-def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts):
-  completions = []
-  for tokens in tiny.greedy_completions():
-    kept, _ = tiny.until_stop(tokens)
-    completions.append(tiny.decode(kept))
+def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts, greedy):
+  completions = [tiny.decode(kept) for kept, _ in greedy.expected()]
   stop = completions[2][3]
   requests = tiny.greedy_requests()
   found = dict.fromkeys(requests, "")
@@ -188,7 +186,7 @@ def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts):
   assert list(found.values()) == [text.split(stop)[0] for text in completions]
 
 
-def accepted_lengths(prompt, completion):
+def accepted_lengths(params, prompt, completion):
   """Drafts that each greedy step accepts, from an uncached forward pass over the sequence."""
   tokens_BT = np.zeros((1, tiny.MAX_LENGTH), np.int32)
   tokens_BT[0, : len(prompt) + len(completion)] = [*prompt, *completion]
@@ -202,7 +200,7 @@ def accepted_lengths(prompt, completion):
     logits_BTJV = model.apply({"params": params}, x_BTD, method=model.draft_logits)
     return jnp.argmax(logits_BTJV[0], axis=-1)
 
-  predicted_TJ = np.asarray(predict(params()))
+  predicted_TJ = np.asarray(predict(params))
   newest = len(prompt)
   lengths = []
   while newest + 1 < len(prompt) + len(completion):
@@ -214,35 +212,37 @@ def accepted_lengths(prompt, completion):
   return lengths
 
 
-def test_a_step_accepts_the_drafts_that_the_heads_get_right(three_drafts):
+def test_a_step_accepts_the_drafts_that_the_heads_get_right(three_drafts, params, greedy):
   prompt = tiny.PROMPTS[2]
-  completion = tiny.greedy_completions()[2]
+  completion = greedy.completions[2]
   batcher = Batcher(three_drafts)
   batcher.add([GenerationRequest(prompt, len(completion), tiny.GREEDY)])
   by_step = []
   while not batcher.is_idle:
-    before = batcher.throughput.row_steps, batcher.throughput.new_tokens
+    before = batcher.throughput.new_tokens
     batcher.step()
-    by_step.append(batcher.throughput.new_tokens - before[1])
-  lengths = accepted_lengths(prompt, completion)
+    by_step.append(batcher.throughput.new_tokens - before)
+  lengths = accepted_lengths(params, prompt, completion)
   assert batcher.throughput.row_steps == len(lengths)
   assert sum(lengths) > 0
   assert batcher.throughput.new_tokens == sum(by_step) == len(completion) - 1
   assert f"{batcher.throughput.accepted_length:.2f} of 3 drafts accepted" in str(batcher.throughput)
 
 
-def test_steps_return_max_new_tokens_and_none_after_a_stop_token(three_drafts):
+def test_steps_return_max_new_tokens_and_none_after_a_stop_token(three_drafts, greedy):
+  engine = three_drafts
   for size in range(1, 6):
-    for prompt, completion in zip(tiny.PROMPTS, tiny.greedy_completions(), strict=True):
-      engine = three_drafts
+    for prompt, completion in zip(tiny.PROMPTS, greedy.completions, strict=True):
       first = engine.prefill([GenerationRequest(prompt, size, tiny.GREEDY)], [0])
       rest = np.asarray(engine.step(16))[:, 0].ravel()
-      got = [int(first[0]), *(int(token) for token in rest if token != NO_TOKEN)]
+      got = [int(first[0])]
+      got += [int(token) for token in rest if token != NO_TOKEN]
       want = completion[:size]
-      stops = [n for n, token in enumerate(want) if token == tiny.stop_token()]
-      assert got == want[: stops[0] + 1 if stops else size]
+      if greedy.stop_token in want:
+        want = want[: want.index(greedy.stop_token) + 1]
+      assert got == want
 
 
-def test_more_drafts_than_heads_raise():
+def test_more_drafts_than_heads_raise(params, greedy):
   with pytest.raises(ValueError, match="num_draft_heads=3 cannot propose 4 tokens"):
-    engine_of(1, 4)
+    engine_of(params, 1, 4, greedy.stop_token)

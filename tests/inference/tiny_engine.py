@@ -1,7 +1,6 @@
 """A tiny mixture of experts in an engine, requests, and their completions without a cache."""
 
-import functools
-import itertools
+import dataclasses
 import math
 
 import jax
@@ -40,12 +39,10 @@ def sharder_of(**degrees):
   return Sharder(build_mesh(ici, (1,) * len(ici), jax.devices()[: math.prod(ici)]))
 
 
-@functools.cache
 def config_of(**keys):
   return build(Config, DEFAULTS | KEYS | keys).model
 
 
-@functools.cache
 def params_of(**keys):
   """Parameters larger than initial ones, so that the argmax depends on the context."""
   model = Decoder(config_of(**keys), sharder_of())
@@ -58,10 +55,43 @@ def params_of(**keys):
   return jax.tree.map(fill, meta.unbox(abstract)["params"])
 
 
-@functools.cache
-def greedy_completions():
-  """Greedy completion of each of PROMPTS without a cache."""
-  variables = {"params": params_of()}
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+  """Parameters, and the greedy completion of each of PROMPTS without a cache."""
+
+  params: dict
+  completions: list[list[int]]
+
+  @property
+  def stop_token(self):
+    """A token that ends the second completion, though not at once."""
+    return self.completions[1][4]
+
+  def until_stop(self, tokens):
+    """(tokens before the stop token, finish reason) of a completion."""
+    if self.stop_token in tokens:
+      return tokens[: tokens.index(self.stop_token)], STOP
+    return tokens, LENGTH
+
+  def expected(self):
+    """What `completions_of` gives for `greedy_requests()`."""
+    return [self.until_stop(tokens) for tokens in self.completions]
+
+  def engine(self, num_rows, padding=None, **degrees):
+    return Engine(
+      inference_model(config_of(), sharder_of(**degrees)),
+      inference_params(config_of(), self.params),
+      num_rows=num_rows,
+      max_length=MAX_LENGTH,
+      stop_token_ids=[self.stop_token],
+      first_block=8,
+      **padding or {},
+    )
+
+
+def complete_greedily():
+  """The results of the model without a cache."""
+  params = params_of()
   logits_of = jax.jit(Decoder(config_of(), sharder_of()).apply)
   completions = []
   for prompt in PROMPTS:
@@ -69,27 +99,10 @@ def greedy_completions():
     for _ in range(SIZE):
       tokens_BT = np.zeros((1, MAX_LENGTH), np.int32)
       tokens_BT[0, : len(tokens)] = tokens
-      tokens.append(int(np.argmax(logits_of(variables, tokens_BT)[0, len(tokens) - 1])))
+      logits_BTV = logits_of({"params": params}, tokens_BT)
+      tokens.append(int(np.argmax(logits_BTV[0, len(tokens) - 1])))
     completions.append(tokens[len(prompt) :])
-  return completions
-
-
-def stop_token():
-  """A token that ends the second completion, though not at once."""
-  return greedy_completions()[1][4]
-
-
-def engine_of(num_rows, padding=None, **degrees):
-  sharder = sharder_of(**degrees)
-  return Engine(
-    inference_model(config_of(), sharder),
-    inference_params(config_of(), params_of()),
-    num_rows=num_rows,
-    max_length=MAX_LENGTH,
-    stop_token_ids=[stop_token()],
-    first_block=8,
-    **padding or {},
-  )
+  return Greedy(params, completions)
 
 
 def decode(ids):
@@ -117,11 +130,6 @@ def completions_of(engine, requests):
     if finish_reason:
       reasons.append(finish_reason)
   return [(tokens, *reasons) for tokens, reasons in found.values()]
-
-
-def until_stop(tokens):
-  kept = list(itertools.takewhile(lambda token: token != stop_token(), tokens))
-  return kept, LENGTH if len(kept) == SIZE else STOP
 
 
 def greedy_requests():

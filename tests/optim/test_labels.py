@@ -1,7 +1,5 @@
 """Labels, weight decay, matrix axes, and the sharding of optimizer state."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,23 +59,26 @@ MATRICES = {
 }
 
 
-@functools.cache
-def shapes_and_names(family):
-  """(parameters as shapes, their logical names)."""
+@pytest.fixture(scope="module", params=MATRICES)
+def family(request):
+  return request.param
+
+
+@pytest.fixture(scope="module")
+def boxed_params(family):
+  """Parameters of the family as shapes with logical names."""
   mesh = build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])
   model = Decoder(build(Config, DEFAULTS | {"decoder_block": family}).model, Sharder(mesh))
   tokens_BT = jnp.zeros((1, 4), jnp.int32)
-  boxed = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
-  return meta.unbox(boxed), logical_names(boxed)
+  return jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
 
 
 def by_path(tree):
   return {path_of(key_path): leaf for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.parametrize("family", MATRICES)
-def test_matrix_axes_of_every_parameter(family):
-  names = by_path(shapes_and_names(family)[1])
+def test_matrix_axes_of_every_parameter(family, boxed_params):
+  names = by_path(logical_names(boxed_params))
   assert {path: matrix_axes(leaf) for path, leaf in names.items()} == MATRICES[family]
 
 
@@ -87,9 +88,8 @@ def test_matrix_axes_do_not_depend_on_scan():
   assert matrix_axes(jax.P("ensemble", "layers", "embed", "mlp")) == ((2,), (3,))
 
 
-@pytest.mark.parametrize("family", MATRICES)
-def test_all_parameters_except_norms_and_biases_decay(family):
-  decays = by_path(decay_mask(shapes_and_names(family)[0]))
+def test_all_parameters_except_norms_and_biases_decay(family, boxed_params):
+  decays = by_path(decay_mask(meta.unbox(boxed_params)))
   assert {path for path, decay in decays.items() if not decay} == {
     path for path in MATRICES[family] if path.endswith("/scale")
   }
