@@ -15,9 +15,16 @@ from maxlite.runs.run import run_training
 pytestmark = pytest.mark.usefixtures("fast_programs")
 
 
+def conversation(n):
+  return [
+    {"role": "user", "content": f"{n}?"},
+    {"role": "assistant", "content": f"{n + 1}."},
+  ]
+
+
 @pytest.mark.slow
 def test_fine_tuned_exports_compute_what_the_runs_do(tmp_path):
-  lines = [json.dumps({"prompt": f"{n}?", "completion": f"{n + 1}."}) for n in range(12)]
+  lines = [json.dumps({"messages": conversation(n)}) for n in range(12)]
   (tmp_path / "conversations.jsonl").write_text("\n".join(lines) + "\n")
   data = [
     "dataset_type=chat",
