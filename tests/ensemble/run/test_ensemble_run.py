@@ -201,10 +201,16 @@ def test_the_step_is_traced_and_compiled_once(fused):
   assert traced.count("_step") == 1
 
 
+def entries_of(folder):
+  """The rows of members.jsonl, best member first."""
+  lines = (folder / "ens/members.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
 def test_output_of_a_finished_ensemble(fused, monkeypatch):
   folder, output, *_ = fused
   directory = folder / "ens"
-  entries = read_rows(directory / "members.jsonl")
+  entries = entries_of(folder)
   assert {entry["name"] for entry in entries} == {"fast", "deep"}
   losses = [entry["best_loss"] for entry in entries]
   assert losses == sorted(losses)
@@ -342,7 +348,7 @@ def test_a_diverging_member_is_frozen_and_does_not_affect_the_others(root):
   code, output = start(folder, members, **keys)
   assert code == 0
   assert "wild diverged by step" in output
-  entries = read_rows(folder / "ens/members.jsonl")
+  entries = entries_of(folder)
   (wild,) = (entry for entry in entries if entry["name"] == "wild")
   assert wild["status"].startswith("diverged")
   calm = root / "calm"

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import math
 import random
 import shutil
@@ -13,7 +12,17 @@ import numpy as np
 import pytest
 import trees
 from families import jit_on_one_device
-from test_ensemble_run import ONE_EACH, TOLERANCE, Output, checksums, config, root, rows_of, start
+from test_ensemble_run import (
+  ONE_EACH,
+  TOLERANCE,
+  Output,
+  checksums,
+  config,
+  entries_of,
+  root,
+  rows_of,
+  start,
+)
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.members import members_of
@@ -144,8 +153,7 @@ def test_a_population_keeps_its_lineage(population):
   assert "step 2: b (loss inf) continues from a" in output
   # The member that had diverged is trained and logged again.
   assert [row["step"] for row in rows_of(folder, "b")] == [1, 3, 4, 5, 6]
-  lines = (folder / "ens/members.jsonl").read_text().splitlines()
-  entries = {entry["name"]: entry for entry in map(json.loads, lines)}
+  entries = {entry["name"]: entry for entry in entries_of(folder)}
   assert {name: entry["ancestor"] for name, entry in entries.items()} == ancestors(RATES, rows)
   assert entries["b"]["status"] == "finished, from a"
   last = {row["member"]: row["after"] for row in rows}
