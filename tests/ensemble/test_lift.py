@@ -57,7 +57,9 @@ def test_every_copy_computes_what_its_module_does():
     own = member_of(variables, z)
     expected = jax.eval_shape(module.init, keys, x_BD)
     assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, nn.unbox(expected))
-    np.testing.assert_array_equal(outputs[z], module.apply(own, x_BD, train=False))
+    alone = module.apply(own, x_BD, train=False)
+    # Not bitwise: a product with a leading axis rounds differently on some processors.
+    np.testing.assert_allclose(outputs[z], alone, rtol=1e-6)
     assert jax.tree.map(jnp.shape, member_of(updated, z)["batch_stats"]) == jax.tree.map(
       jnp.shape, own["batch_stats"]
     )
