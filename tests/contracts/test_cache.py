@@ -95,7 +95,7 @@ def decoded_with_drafts(model, params):
 CASES = [(name, False) if name in FAST else slow(name, False) for name in MODELS]
 
 
-@pytest.mark.parametrize(("family", "scanned"), [*CASES, ("deepseek", True)])
+@pytest.mark.parametrize(("family", "scanned"), [*CASES, slow("deepseek", True)])
 def test_cached_decoding_gives_the_uncached_logits(family, scanned, params_of, uncached_logits):
   model = families.model_of(family)
   params = params_of(family)

@@ -29,7 +29,6 @@ from maxlite.models.decoder_layer import LAYER_SCALE
 # Together these have every kind of layer; the other families differ in fields of their parts.
 STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next")
 every_family = pytest.mark.parametrize("family", MODELS)
-some_families = pytest.mark.parametrize("family", fast_only(MODELS, *STRUCTURES))
 every_structure = pytest.mark.parametrize("family", STRUCTURES)
 
 
@@ -89,7 +88,7 @@ def is_box(leaf):
   return isinstance(leaf, meta.Partitioned)
 
 
-@some_families
+@pytest.mark.parametrize("family", fast_only(MODELS, "deepseek", "gemma2", "gemma4"))
 def test_every_parameter_gets_a_gradient(family, base_results):
   _, gradients = base_results(family)
   for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
@@ -110,7 +109,7 @@ def test_layers_are_initialized_differently():
 @pytest.mark.parametrize(
   ("family", "remat"),
   [
-    ("deepseek", "custom"),
+    slow("deepseek", "custom"),
     ("gemma2", "minimal"),
     slow("gpt_oss", "custom"),
     slow("gemma4", "minimal"),

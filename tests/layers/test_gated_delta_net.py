@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import fast_only
 
 from maxlite.config.schema import ModelConfig
 from maxlite.config.schema.model_config import GatedDeltaConfig
@@ -31,6 +32,8 @@ SEGMENT_BT = np.ones((NUM_ROWS, NUM_POSITIONS), np.int32)
 SEGMENT_BT[0] = np.repeat([1, 2, 3, 0], [3, 5, 6, 2])
 SEGMENT_BT[1] = np.repeat([1, 2], [7, 9])
 SEGMENT_BT[2] = np.repeat([1, 2, 3], [1, 14, 1])
+
+MESHES = ("data fsdp tensor", "context expert fsdp", "context tensor")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def expected(sharders, params, x_BTD):
   return value_and_gradients(sharders["one device"], params, x_BTD)
 
 
-@pytest.mark.parametrize("mesh", ["data fsdp tensor", "context expert fsdp", "context tensor"])
+@pytest.mark.parametrize("mesh", fast_only(MESHES, "context expert fsdp"))
 def test_meshes_are_equal(mesh, sharders, params, x_BTD, expected):
   found = value_and_gradients(sharders[mesh], params, x_BTD)
   for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):

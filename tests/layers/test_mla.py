@@ -111,7 +111,7 @@ def value_and_gradients(function, params, x_BTD):
   ("q_lora_rank", "mesh"),
   [
     slow(0, "one device"),
-    (4, "data fsdp tensor"),
+    slow(4, "data fsdp tensor"),
     (4, "context expert fsdp"),
     (0, "context tensor"),
   ],

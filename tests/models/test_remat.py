@@ -14,7 +14,7 @@ from maxlite.models.remat import MATMUL_OUTPUTS
 from maxlite.sharding import Sharder, build_mesh
 
 TOKENS_BT = np.zeros((1, 8), np.int32)
-FAST = ("mixtral", "gemma2")  # one with experts, one with windows and norms after each part
+FAST = ("gemma2",)  # with windows and norms after each part
 
 
 def model_of(family, policy, saved=()):

@@ -52,7 +52,7 @@ def payloads(found, kinds):
 @pytest.mark.parametrize(
   ("mesh", "keys"),
   [
-    ("fsdp=4 tensor=2", LLAMA),
+    slow("fsdp=4 tensor=2", LLAMA),
     slow("data=2 fsdp=4", LLAMA),
     ("fsdp=2 expert=4", {"sparse_matmul": True}),
   ],

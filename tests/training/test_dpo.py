@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trees
+from slow_cases import slow
 from test_distill import save_run
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, state_on, take_steps
 from tiny_run import keys_in, logged, start
@@ -201,7 +202,7 @@ def dense():
   return trainer, with_drawn_adapters(trainer.init_state())
 
 
-@pytest.mark.parametrize("num_micro", [1, 4])
+@pytest.mark.parametrize("num_micro", [slow(1), 4])
 def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_micro):
   _, state = dense
   keys = DENSE | ADAPTERS | {"gradient_accumulation_steps": num_micro}
@@ -233,10 +234,10 @@ def one_step():
 @pytest.mark.parametrize(
   ("mesh", "num_micro"),
   [
-    ("fsdp=2 context=2 tensor=2", 1),
+    slow("fsdp=2 context=2 tensor=2", 1),
     ("data=2 expert=2 context=2", 2),
-    pytest.param("fsdp=8", 1, marks=pytest.mark.slow),
-    pytest.param("data=2 fsdp=2 tensor=2", 4, marks=pytest.mark.slow),
+    slow("fsdp=8", 1),
+    slow("data=2 fsdp=2 tensor=2", 4),
   ],
 )
 def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro):

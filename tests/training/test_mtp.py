@@ -279,7 +279,7 @@ def test_evaluation_reports_the_acceptance_of_every_layer(trainer_of):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("trained", [".*", "mtp/.*"])
+@pytest.mark.parametrize("trained", [slow(".*"), "mtp/.*"])
 def test_flops_equal_those_of_the_compiled_step(trained):
   """The reference attention computes the full square, of which the estimate counts half."""
   keys = {

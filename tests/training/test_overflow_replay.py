@@ -92,7 +92,7 @@ def assert_same_bits(got: object, want: object) -> None:
 @pytest.mark.parametrize(
   ("dtype", "mesh", "keys"),
   [
-    ("float32", "data=2 expert=4", ACCUMULATED),
+    slow("float32", "data=2 expert=4", ACCUMULATED),
     slow("float64", "data=2 expert=4", ACCUMULATED),
     slow("float64", "expert=4 fsdp=2", {}),
   ],

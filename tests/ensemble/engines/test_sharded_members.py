@@ -29,7 +29,7 @@ CASES = {
   "context": ({"decoder_block": "llama"}, "ensemble=2 context=2 tensor=2"),
   "data": ({"decoder_block": "llama"}, "ensemble=2 data=2 fsdp=2"),
 }
-SLOW = {"all_gather", "capacity", "data"}
+SLOW = {"all_gather", "dense", "capacity", "context", "data"}
 
 
 def programs_of(keys: dict, mesh: str) -> list:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slow_cases import fast_only
+from slow_cases import fast_only, slow
 from tiny import KEYS, compilations, fast_compilation, traces
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
@@ -124,7 +124,7 @@ def test_every_strategy_has_a_case():
   ("strategy", "message"),
   [
     ("switched", "members from configs have a mesh of their devices, .*; use submesh"),
-    ("padded", "padding changes the loss of fast by .*: use fused"),  # the mean in its norms
+    slow("padded", "padding changes the loss of fast by .*: use fused"),  # the mean in its norms
   ],
 )
 def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(root, strategy, message):
