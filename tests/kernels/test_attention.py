@@ -270,23 +270,20 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   mesh = jax.make_mesh((num_shards,), ("context",), axis_types=axis_types)
   options = dict(SUPPORTED.get(backend, EVERYTHING))
   has_sinks = options.pop("sinks", False)
+  attend = functools.partial(api.attention, scale=0.3, backend=backend, block_q=2, **options)
 
   def shard(q_BtHC, k_BSGC, v_BSGC, sink_H, q_segment_Bt):
     _, k_BSGC, v_BSGC, segment_BS, sink_H = pvary(q_BtHC, k_BSGC, v_BSGC, segment_BT, sink_H)
     if not has_sinks:
       sink_H = None
-    return api.attention(
+    return attend(
       q_BtHC,
       k_BSGC,
       v_BSGC,
       q_segment_BT=q_segment_Bt,
       kv_segment_BS=segment_BS,
-      scale=0.3,
       q_start=jax.lax.axis_index("context") * q_BtHC.shape[1],
-      backend=backend,
-      block_q=2,
       sink_H=sink_H,
-      **options,
     )
 
   split = P(None, "context")
