@@ -102,13 +102,15 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   if not has_mtp_tensors(model):
     model = dataclasses.replace(model, mtp_num_layers=0)
-  family, hf = find_family(model)
+  family, of_family = find_family(model)
+  hf = {
+    "dtype": model.weight_dtype,
+    "max_position_embeddings": cfg.data.max_target_length,
+    "pad_token_id": None,  # some classes have a default, with which they refuse a small vocabulary
+    **of_family,
+  }
   stored = _stored_parameters(cfg)
   abstract = abstract_params(model)
-  length = cfg.data.max_target_length
-  # Some classes have a default pad_token_id, with which they refuse a smaller vocabulary.
-  lengths_and_ids = {"max_position_embeddings": length, "pad_token_id": None}
-  hf = {"dtype": model.weight_dtype, **lengths_and_ids, **hf}
   with _created_at(target) as temporary:
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
       hf |= _export_tokenizer(cfg.data, temporary)
