@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,14 @@ def python(tmp_path: Path, name: str, code: str, *args: str, **share) -> WorkerC
   return WorkerCommand(name, argv, tmp_path / "logs" / f"{name}.log", **share)
 
 
+def queue_of(worker: WorkerCommand) -> Generator[WorkerCommand, None, None]:
+  """A queue of one worker."""
+  yield worker
+
+
 def run_workers(workers: list[WorkerCommand], **keys) -> dict[str, int]:
   """Every worker's exit code, each in a separate queue."""
-  codes = run_queues([iter([worker]) for worker in workers], **keys)
+  codes = run_queues([queue_of(worker) for worker in workers], **keys)
   return {worker.name: code for worker, code in zip(workers, codes, strict=True)}
 
 
