@@ -5,8 +5,8 @@
 tests/mutants/mutants.yml lists the bugs, most of which have shipped in a trainer: each is a small
 change to one file, with the tests that should find it. Each is applied to a copy of the sources. A
 mutant is killed if a test fails, but not if the sources fail to import; the slow tests run only if
-the others pass. The exit code is 1 if a mutant survives. `--write` writes the table of
-docs/correctness.md.
+the others pass. The exit code is 1 if a mutant survives. `--write` writes their rows into the table
+of docs/correctness.md and keeps those of other mutants.
 """
 
 import argparse
@@ -142,25 +142,38 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
   return done.returncode, done.stdout + done.stderr
 
 
-def table(verdicts: list[Verdict]) -> str:
-  """Format the verdicts as a Markdown table."""
-  lines = ["| bug | planted in | found by |", "|---|---|---|"]
-  for verdict in verdicts:
-    killer = "**nothing**"
-    if verdict.killer:
-      test, _, _ = verdict.killer.partition("[")  # without its parameters
-      killer = f"`{test}`"
-    mutant = verdict.mutant
-    lines.append(f"| {mutant.bug} | `{mutant.file}` | {killer} |")
-  return "\n".join(lines) + "\n"
+def first_cells(mutant: Mutant) -> str:
+  """The start of the mutant's row in the table, by which the row is found."""
+  return f"| {mutant.bug} | `{mutant.file}` | "
+
+
+def row(verdict: Verdict) -> str:
+  """The row of a verdict in the Markdown table."""
+  killer = "**nothing**"
+  if verdict.killer:
+    test, _, _ = verdict.killer.partition("[")  # without its parameters
+    killer = f"`{test}`"
+  return f"{first_cells(verdict.mutant)}{killer} |"
 
 
 def write(verdicts: list[Verdict]) -> None:
-  """Replace the table of docs/correctness.md."""
+  """Write the rows of the verdicts into the table of docs/correctness.md, in the mutants' order.
+
+  Other mutants keep their rows; rows of bugs that are no mutants any more are removed.
+  """
   begin, end = MARKS
   before, rest = PAGE.read_text("utf-8").split(begin)
-  _, after = rest.split(end)
-  PAGE.write_text(before + begin + table(verdicts) + end + after, "utf-8")
+  old, after = rest.split(end)
+  rows = {first_cells(verdict.mutant): row(verdict) for verdict in verdicts}
+  lines = ["| bug | planted in | found by |", "|---|---|---|"]
+  for mutant in read_mutants():
+    start = first_cells(mutant)
+    if start in rows:
+      lines.append(rows[start])
+    else:
+      lines += [line for line in old.splitlines() if line.startswith(start)]
+  table = "\n".join(lines) + "\n"
+  PAGE.write_text(before + begin + table + end + after, "utf-8")
 
 
 def chosen_mutants(names: list[str]) -> list[Mutant]:
@@ -182,7 +195,9 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("names", nargs="*", help="mutants to test; default: all")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of parallel mutants")
-  parser.add_argument("--write", action="store_true", help="write the table to docs/correctness.md")
+  parser.add_argument(
+    "--write", action="store_true", help="write their rows to docs/correctness.md"
+  )
   options = parser.parse_args()
   try:
     mutants = chosen_mutants(options.names)
