@@ -33,15 +33,16 @@ def saved(folder, **changes):
   return tensors, read_header(folder / "model.safetensors")
 
 
-def test_each_number_is_its_value_times_the_scale_of_its_block(tmp_path):
+@pytest.mark.parametrize(("start", "stop"), [(3, 9), (5, 10)])  # from the first block, the second
+def test_each_number_is_its_value_times_the_scale_of_its_block(tmp_path, start, stop):
   tensors, header = saved(tmp_path)
   entries = unpack_fp8(header, BLOCK)
   assert entries.keys() == {"x", "other"}
   assert (entries["x"].shape, entries["x"].dtype) == ((10, 7), "BF16")
-  got = entries["x"].read_rows(3, 9).astype(np.float64)
+  got = entries["x"].read_rows(start, stop).astype(np.float64)
   for row, column in np.ndindex(got.shape):
-    value = float(tensors["x"][row + 3, column])
-    scale = float(tensors["x_scale_inv"][(row + 3) // BLOCK[0], column // BLOCK[1]])
+    value = float(tensors["x"][row + start, column])
+    scale = float(tensors["x_scale_inv"][(row + start) // BLOCK[0], column // BLOCK[1]])
     assert got[row, column] == float(np.float32(value * scale).astype(ml_dtypes.bfloat16))
 
 
