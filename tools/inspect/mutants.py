@@ -159,7 +159,7 @@ def row(verdict: Verdict) -> str:
 def write(verdicts: list[Verdict]) -> None:
   """Write the rows of the verdicts into the table of docs/correctness.md, in the mutants' order.
 
-  Other mutants keep their rows; rows of bugs that are no mutants any more are removed.
+  Other mutants keep their rows. Rows of bugs that are not planted any more are removed.
   """
   begin, end = MARKS
   before, rest = PAGE.read_text("utf-8").split(begin)
