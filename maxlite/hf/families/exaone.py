@@ -15,8 +15,10 @@ INTERVAL = MODELS["exaone4"].global_layer_every
 def _layer_types(num_layers: int, has_local: bool) -> list[str]:
   kinds = []
   for number in range(1, num_layers + 1):
-    is_local = has_local and number % INTERVAL != 0
-    kinds.append("sliding_attention" if is_local else "full_attention")
+    if has_local and number % INTERVAL != 0:
+      kinds.append("sliding_attention")
+    else:
+      kinds.append("full_attention")
   return kinds
 
 
@@ -34,11 +36,9 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
-  has_local = cfg.family.global_layer_every > 0
-  return {
-    "layer_types": _layer_types(cfg.base_num_decoder_layers, has_local),
-    "sliding_window_pattern": INTERVAL if has_local else None,
-  }
+  interval = cfg.family.global_layer_every or None
+  layer_types = _layer_types(cfg.base_num_decoder_layers, has_local=interval is not None)
+  return {"layer_types": layer_types, "sliding_window_pattern": interval}
 
 
 EXAONE4 = HfFamily(
