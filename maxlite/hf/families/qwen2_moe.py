@@ -11,8 +11,12 @@ from maxlite.hf.families.mixtral import QWEN3_MOE
 from maxlite.hf.family import TensorRule, mlp
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  """Return our keys of the dense layers, and the number of shared experts as one MLP."""
+def num_shared_experts(hf: ConfigJson) -> int:
+  """Return how many routed experts are as wide as the shared one.
+
+  Raises:
+    UserError: the number is not whole.
+  """
   width = hf["shared_expert_intermediate_size"]
   num_shared, rest = divmod(width, hf["moe_intermediate_size"])
   if rest or num_shared == 0:
@@ -20,7 +24,12 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
       f"config.json has shared_expert_intermediate_size={width}, but maxlite supports only "
       f"multiples of moe_intermediate_size={hf['moe_intermediate_size']}: choose another checkpoint"
     )
-  return QWEN3_MOE.extra_from_hf(hf, keys) | {"shared_experts": num_shared}
+  return num_shared
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  """Return our keys of the dense layers, and the number of shared experts as one MLP."""
+  return QWEN3_MOE.extra_from_hf(hf, keys) | {"shared_experts": num_shared_experts(hf)}
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:

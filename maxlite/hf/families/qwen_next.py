@@ -7,6 +7,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.families.qwen2_moe import num_shared_experts
 from maxlite.hf.family import (
   DENSE_KEYS,
   NORM_TOPK_PROB,
@@ -125,13 +126,7 @@ def _to_hf(cfg: ModelConfig) -> JsonObject:
 
 def _mixture_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return the number of shared experts as one MLP, and the interval."""
-  width = hf["shared_expert_intermediate_size"]
-  num_shared, rest = divmod(width, hf["moe_intermediate_size"])
-  if rest or num_shared == 0:
-    raise UserError(
-      f"config.json has shared_expert_intermediate_size={width}, but maxlite supports only "
-      f"multiples of moe_intermediate_size={hf['moe_intermediate_size']}: choose another checkpoint"
-    )
+  num_shared = num_shared_experts(hf)
   if hf.get("mlp_only_layers"):
     raise UserError(
       f"config.json has mlp_only_layers={hf.get('mlp_only_layers')}, but maxlite supports only "
