@@ -66,6 +66,9 @@ OTHER_NAME: dict[str, str] = {
   "mlp_bias": "expert_bias={value}",
   "mlp_dim": "base_mlp_dim={value}",
   "moe_mlp_dim": "base_moe_mlp_dim={value}",
+  "nope_layer_interval": (
+    "decoder_block=smollm3 or exaone4, whose every fourth layer has no rotary embedding"
+  ),
   "num_decoder_layers": "base_num_decoder_layers={value}",
   "num_kv_heads": "base_num_kv_heads={value}",
   "num_query_heads": "base_num_query_heads={value}",
@@ -190,7 +193,7 @@ NOT_NEEDED: dict[str, str] = {
     cast_logits_to_fp32 float32_logits float32_qk_product float32_weight_sum logits_dot_in_fp32
   """,
   "XLA fuses these operations": "fused_mlp fused_qkv merge_gating_gmm",
-  "decoder_block sets it": "qk_norm_with_scale v_norm_with_scale",
+  "decoder_block sets it": "qk_norm_with_scale use_qk_norm_in_gdn v_norm_with_scale",
   "yarn keeps slow frequencies below one rotation, as in all published models": "beta_slow",
   "rope_factor and original_max_position_embeddings set it": "max_position_embeddings",
   "timescales begin at 1": "rope_min_timescale",
@@ -347,9 +350,9 @@ NOT_SUPPORTED: dict[str, str] = {
     indexer_cutoff_threshold indexer_head_dim indexer_loss_scaling_factor indexer_mask_exact_topk
     indexer_n_heads indexer_sparse_training indexer_topk indexer_use_approx_top_k
     mhc_expansion_rate mhc_pallas_kernel_bwd_block_size
-    mhc_pallas_kernel_fwd_block_size moba moba_chunk_size moba_topk nope_layer_interval
+    mhc_pallas_kernel_fwd_block_size moba moba_chunk_size moba_topk
     o_groups o_lora_rank sinkhorn_iterations temperature_tuning trainable_position_size
-    use_indexer use_mhc_pallas_kernel use_qk_norm_in_gdn use_untrainable_positional_embedding
+    use_indexer use_mhc_pallas_kernel use_untrainable_positional_embedding
   """,
   "local layers rotate all channels, and partial_rotary_factor those of the others": (
     "local_rope_proportion"
