@@ -236,7 +236,7 @@ class ModelConfig:
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
-    "gemma2, gemma3, gemma4, gpt_oss and olmo3; 0: all.",
+    "families that have them (exaone4, gemma2, gemma3, gemma4, gpt_oss, olmo3); 0: all.",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)

@@ -44,9 +44,9 @@ class MoeConfig:
   )
   router: str = field(
     "softmax_topk",
-    "How experts are selected and weighted (layers/moe/expert_choice.py): `softmax_topk` Mixtral; "
-    "`topk_softmax` Qwen3-MoE, OLMoE and DeepSeek-V2 greedy; `group_limited_greedy` DeepSeek-V2; "
-    "`sigmoid_group_topk` DeepSeek-V3.",
+    "How experts are selected and weighted (docs/moe.md): `softmax_topk` as in Mixtral, "
+    "`topk_softmax` as in Qwen3-MoE, `group_limited_greedy` as in DeepSeek-V2, "
+    "`sigmoid_group_topk` as in DeepSeek-V3.",
     choices=ROUTERS,
   )
   norm_topk_prob: bool = field(True, "Normalize the weights of the selected experts to sum 1.")
