@@ -89,5 +89,5 @@ class ConvertConfig:
   """Output of `maxlite.convert`."""
 
   output_path: str = machine_field(
-    "", "Folder that to_hf writes; name of the run that upcycle creates."
+    "", "Folder that to_hf or to_peft writes; name of the run that upcycle creates."
   )
