@@ -24,7 +24,8 @@ NEED_FOLDER = ("from_hf", "to_peft")
 
 
 def main() -> int:
-  command, argv = sys.argv[1:2], sys.argv[2:]
+  command = sys.argv[1:2]  # empty if there are no arguments
+  argv = sys.argv[2:]
   prepare_process("maxlite.convert")
   with exit_on_user_error("maxlite.convert"):
     for argument in check_arguments(sys.argv[1:]):
@@ -34,8 +35,10 @@ def main() -> int:
         return 0
     folder = _pop_folder(command, argv)
     # Report mistakes before JAX is imported.
-    is_export = command[0] in ("to_hf", "to_peft")
-    cfg = config_of_run(argv) if is_export else load_config(argv, needs_data=False)
+    if command[0] in ("to_hf", "to_peft"):
+      cfg = config_of_run(argv)
+    else:
+      cfg = load_config(argv, needs_data=False)
     if command[0] != "from_hf" and not cfg.convert.output_path:
       raise UserError("output_path is missing: write output_path=NAME for the result")
     if command[0] == "from_hf" and "://" not in folder:

@@ -14,7 +14,9 @@ from maxlite.config.libtpu_environment import NO_TPU_ENVIRONMENT
 from maxlite.planning.topology import parse_topology
 from maxlite.training.model_folders import check_model_folders
 
-PHASES, ESTIMATE = "phases", "estimate"
+# Arguments beside those of the config.
+PHASES = "phases"
+ESTIMATE = "estimate"
 _USAGE = f"""{USAGE}
 `{ESTIMATE}` plans from shapes, without compiling; `{PHASES}` prints the schedule of the phases.
 """

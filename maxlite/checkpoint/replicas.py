@@ -79,20 +79,18 @@ class ReplicaCheck:
     for n, axis in enumerate(self._mesh.axis_names):
       if axis not in sharded_axes:
         replicated.append(n)
-    checksums_SC = _by_shard(checksums, replicated)
-    devices_SC = _by_shard(self._mesh.devices, replicated)
-    num_copies = checksums_SC.shape[1]
-    differs_SC = checksums_SC != checksums_SC[:, :1]
-    differs_S = differs_SC.any(axis=1)
+    checksums_by_shard = _by_shard(checksums, replicated)
+    devices_by_shard = _by_shard(self._mesh.devices, replicated)
     odd: list[jax.Device] = []
-    for shard in np.flatnonzero(differs_S):
-      copies_C = checksums_SC[shard]
-      counter = collections.Counter(copies_C.tolist())
+    for copies, devices in zip(checksums_by_shard, devices_by_shard, strict=True):
+      counter = collections.Counter(copies.tolist())
       most_common, count = counter.most_common(1)[0]
-      is_odd_C = np.ones(num_copies, bool)  # without a majority, any of them may be wrong
-      if 2 * count > num_copies:
-        is_odd_C = copies_C != most_common
-      odd += devices_SC[shard][is_odd_C].tolist()
+      if count == len(copies):
+        continue
+      is_odd = copies != most_common
+      if 2 * count <= len(copies):  # without a majority, any of them may be wrong
+        is_odd = np.ones(len(copies), bool)
+      odd += devices[is_odd].tolist()
     return odd
 
 

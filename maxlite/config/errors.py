@@ -9,7 +9,15 @@ from types import TracebackType
 
 from maxlite.config.libtpu_environment import quiet_libtpu
 
-_OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+# Errors of the operating system that the user can correct: full or read-only disks, permissions.
+_STORAGE_ERRORS = (
+  errno.ENOSPC,
+  errno.EDQUOT,
+  errno.EROFS,
+  errno.EACCES,
+  errno.EPERM,
+  errno.ENOTDIR,
+)
 
 
 class UserError(ValueError):
@@ -39,9 +47,9 @@ def raise_all(errors: Sequence[UserError]) -> None:
 
 @contextlib.contextmanager
 def exit_on_user_error(program: str) -> Iterator[None]:
-  """Print an error of the user, of disks or of permissions, and exit with code 2.
+  """Print a UserError, or an error of disks or permissions, and exit with code 2.
 
-  Each mistake is one line.
+  Each mistake is one line on stderr, after the name of the program.
   """
   try:
     yield
@@ -49,7 +57,7 @@ def exit_on_user_error(program: str) -> Iterator[None]:
   except UserError as error:
     lines = error.lines
   except OSError as error:
-    if error.errno not in _OF_FILES:
+    if error.errno not in _STORAGE_ERRORS:
       raise
     place = error.filename or "a file cannot be written"
     fix = "free space, change permissions or name another folder"
@@ -60,16 +68,18 @@ def exit_on_user_error(program: str) -> Iterator[None]:
 
 
 def prepare_process(program: str) -> None:
-  """Set up the process of an entry point, before JAX is imported.
+  """Set up the process of an entry point; to be called before JAX is imported.
 
-  It ends in one line on Ctrl-C, also during imports, and libtpu prints no errors without a TPU.
+  Ctrl-C then ends the process in one line, also during imports, and libtpu prints no errors on
+  machines without a TPU.
   """
   quiet_libtpu()
   gc.set_threshold(50_000, 10, 10)  # else imports and tracing take a sixth longer
 
   def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     cause: BaseException | None = error
-    while cause and not isinstance(cause, KeyboardInterrupt):  # an import may convert it
+    # An interrupted import may raise another error, of which KeyboardInterrupt is the cause.
+    while cause and not isinstance(cause, KeyboardInterrupt):
       cause = cause.__cause__ or cause.__context__
     if cause:
       sys.stderr.write(f"{program}: interrupted\n")

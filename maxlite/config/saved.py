@@ -13,7 +13,7 @@ from maxlite.config.schema import DEFAULTS, KEYS, SECTIONS, Config, flatten
 from maxlite.config.values import SECRETS, parse
 from maxlite.config.yaml_files import read_file
 
-DEFAULT_COMMAND = Config()  # trusts nothing
+DEFAULT_COMMAND = Config()  # It names no plug-ins, and trusts none.
 # Keys whose values a saved run does not set, since they name code, or places of this machine.
 MACHINE_KEYS = tuple(
   name for name, key in KEYS.items() if key.field.of_machine or key.field.runs_code
@@ -49,9 +49,10 @@ def save_keys(values: Mapping[str, KeyValue], path: Path) -> None:
 def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, KeyValue]:
   """Read typed values of all keys from a file of `save_resolved`, which may be a stranger's.
 
-  A key that the file lacks has its default. No code that the file names is imported: keys of code
-  and of this machine have the values of `command`, and plug-ins must be among its keys. With its
-  `trust_plugins` the file is obeyed.
+  A key that the file lacks has its default. The file can execute no code: MACHINE_KEYS have the
+  values of `command`, and a file that names plug-ins is refused unless the command names some.
+  With `trust_plugins` in the command, the file's own values of these keys are used, and its
+  plug-ins are imported.
 
   Args:
     command: config of the command that opens the run.

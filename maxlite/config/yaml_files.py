@@ -54,7 +54,8 @@ def read_file(path: AnyPath, referrer: str) -> list[Setting]:
     except YamlValueError as error:
       if name in KEYS or name == BASE_CONFIG:
         errors.append(UserError(f"{source}: {name} {error}"))
-      settings[name] = Setting(name, "null", source)  # the mistake is the unknown name
+      # An unknown name is reported as such by the caller, whatever its value is.
+      settings[name] = Setting(name, "null", source)
   raise_all(errors)
   return list(settings.values())
 
@@ -86,7 +87,7 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
 
   Args:
     path: a YAML file, or a Python file, whose code is run.
-    users: files whose base_config led here.
+    users: the files whose base_config named this one, directly or through others.
 
   Raises:
     UserError: as `read_file` or `python_settings`, or the chain is a cycle.
@@ -104,10 +105,15 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
 def with_bases(
   own: list[Setting], folder: Path, users: tuple[Path, ...] = ()
 ) -> list[list[Setting]]:
-  """Settings after those of the base_config chain that they name, relative to `folder`.
+  """The settings of each file of the base_config chain that `own` names, then `own` without it.
 
   Args:
-    users: the file of the settings, if any, and the files whose base_config led there.
+    own: settings of one file, or of a mapping.
+    folder: to which the file name in base_config is relative.
+    users: the file of `own`, if it is of one, and the files whose base_config named that.
+
+  Raises:
+    UserError: as `read_chain`, or the base is in a run folder.
   """
   base = None
   for setting in own:

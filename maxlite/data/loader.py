@@ -103,7 +103,8 @@ class DataLoader:
   def document_batches(self) -> Iterator[tuple[np.ndarray, HostBatch]]:
     """Yield (document_B, batch) over all held-out documents; a row holds (part of) one document.
 
-    `document_B` covers the rows of all hosts, and is shorter than the batch at the end.
+    `document_B` has the number of the document of each row, over the rows of all hosts. The last
+    batch may have further rows, which are padding.
 
     Raises:
       UserError: no document is held out.

@@ -6,8 +6,6 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import DataConfig
 
-_OLD_STATE_DEFAULTS = {"data_sampling": "shuffle"}  # keys that older checkpoints lack
-
 
 def order_facts(cfg: DataConfig) -> JsonObject:
   """Return the keys of `cfg` that length and order of the rows depend on, as JSON values."""
@@ -25,7 +23,7 @@ def order_facts(cfg: DataConfig) -> JsonObject:
 def require_same_facts(state: Mapping[str, Json], facts: Mapping[str, Json]) -> None:
   """Raise UserError if one of `facts` differs from the state of a stream in a checkpoint."""
   for name, now in facts.items():
-    then = state.get(name, _OLD_STATE_DEFAULTS.get(name))
+    then = state.get(name)
     if then != now:
       raise UserError(_difference(name, then, now, state["num_batches"]))
 

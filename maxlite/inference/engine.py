@@ -437,17 +437,28 @@ class Engine:
   def _step(self, params: PyTree, state: DecodeState) -> tuple[DecodeState, jax.Array]:
     """Return (state, token_BT) after a forward pass over the newest tokens and their drafts."""
     is_active_B = state.remaining_B > 0
-    first_B = state.length_B + 1
-    rows = DraftRows(state.length_B, is_active_B, state.seen_BV, state.sampling, state.key_B)
+    rows = DraftRows(
+      length_B=state.length_B,
+      is_active_B=is_active_B,
+      seen_BV=state.seen_BV,
+      sampling=state.sampling,
+      key_B=state.key_B,
+    )
     drafts, draft = self._drafter.propose(params, state.draft, rows)
+
+    # The forward pass over the newest token of each row, and the drafts after it.
     token_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
     column_1T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     segment_BT = jnp.broadcast_to(is_active_B[:, None], token_BT.shape).astype(jnp.int32)
     position_BT = state.length_B[:, None] + column_1T
     x_BTD, entries = self._hidden(params, state.cache, token_BT, segment_BT, position_BT)
-    log_probs_of_each = jax.vmap(log_probs, (1, 1, None), 1)
-    log_p_BTV = log_probs_of_each(self._logits(params, x_BTD), drafts.seen_BTV, state.sampling)
-    num_accepted_B, last_token_B = verify(drafts, log_p_BTV, state.key_B, first_B)
+    logits_BTV = self._logits(params, x_BTD)
+    log_probs_at_positions = jax.vmap(log_probs, in_axes=(1, 1, None), out_axes=1)
+    log_p_BTV = log_probs_at_positions(logits_BTV, drafts.seen_BTV, state.sampling)
+
+    # The first drafts are accepted, and one more token is sampled after them.
+    first_draft_B = state.length_B + 1
+    num_accepted_B, last_token_B = verify(drafts, log_p_BTV, state.key_B, first_draft_B)
     num_accepted_B1 = num_accepted_B[:, None]
     length_B = state.length_B + jnp.where(is_active_B, 1 + num_accepted_B, 0)
     if self.num_drafts:
@@ -455,7 +466,13 @@ class Engine:
     drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
     new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
     new_BT = jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN)
-    step = DecodedStep(x_BTD, new_BT, num_accepted_B, state.length_B, is_active_B)
+    step = DecodedStep(
+      x_BTD=x_BTD,
+      token_BT=new_BT,
+      num_accepted_B=num_accepted_B,
+      length_B=state.length_B,
+      is_active_B=is_active_B,
+    )
     state = dataclasses.replace(
       state,
       cache=entries,
@@ -466,7 +483,15 @@ class Engine:
     return self._append_tokens(state, new_BT)
 
   def _append_tokens(self, state: DecodeState, new_BT: jax.Array) -> tuple[DecodeState, jax.Array]:
-    """Count tokens as generated; return (state, those up to the first stop token or the limit)."""
+    """Count tokens as generated, up to the first stop token or the row's limit.
+
+    Args:
+      state: `remaining_B` and `seen_BV` are updated.
+      new_BT: new tokens of each row, followed by NO_TOKEN.
+
+    Returns:
+      The state, and `new_BT` with NO_TOKEN in place of the tokens that do not count.
+    """
     column_1T = jnp.arange(new_BT.shape[1], dtype=jnp.int32)[None]
     is_new_BT = (new_BT != NO_TOKEN) & (column_1T < state.remaining_B[:, None])
     is_stop_BT = jnp.isin(new_BT, jnp.asarray(self.stop_token_ids)) & is_new_BT

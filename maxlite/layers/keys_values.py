@@ -33,7 +33,7 @@ class SharedKeysValues(NamedTuple):
   global_layer: KeysValues
 
   def of_layer(self, is_local: bool) -> KeysValues:
-    """Those of the layer that attends locally, or globally."""
+    """The keys and values for a layer that attends locally, or for one that attends globally."""
     if is_local:
       return self.local_layer
     return self.global_layer

@@ -13,10 +13,11 @@ from maxlite.sharding import ROWS, Sharder
 
 
 class PerLayerEmbed(nn.Module):
-  """e_NBTP: the input of each layer, besides the residual stream.
+  """Computes e_NBTP, the input that each layer has besides the residual stream.
 
-  It is the token's row of a table, times sqrt(P), plus a projection of the token's embedding x_BTD,
-  times 1 / sqrt(D) and normalised over P; the sum is divided by sqrt(2).
+  P is hidden_size_per_layer_input. The input is the token's row of a table, times sqrt(P), plus a
+  projection of the token's embedding x_BTD, times 1 / sqrt(D) and normalised over P; the sum is
+  divided by sqrt(2).
 
   Source: the code published with Gemma 4 (2026), which has it from Gemma 3n.
   """

@@ -209,7 +209,12 @@ def _stage(path: str) -> int:
 
 
 def _needs_input_gradient(stage: str, first: int) -> bool:
-  """Whether gradients flow to the input of a stage, if `first` is the first trained one."""
+  """Whether gradients flow to the input of a stage.
+
+  Args:
+    first: the index in STAGES of the first stage that is trained. In a stack of layers, gradients
+      flow from each layer to those before it.
+  """
   index = STAGES.index(stage)
   return first < index or (stage in STACKS and first == index)
 

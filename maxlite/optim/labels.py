@@ -1,6 +1,7 @@
-"""What each parameter is, by its path and by the logical names of its axes.
+"""Properties of parameters that follow from their paths and from the logical names of their axes.
 
-Whether a phase trains it, whether it decays, and how its optimizer state is sharded.
+These are whether a phase trains a parameter, whether weight decay applies to it, how its optimizer
+state is sharded, and, for Muon, which of its axes are those of a matrix.
 """
 
 import difflib
@@ -156,7 +157,7 @@ def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.Gradi
 
 
 def decay_mask(params: PyTree) -> PyTree:
-  """True for each parameter that decays: all except norms and biases."""
+  """A tree like `params`, False where weight decay does not apply: where NO_DECAY matches."""
 
   def decays(key_path: tuple, _: object) -> bool:
     return re.search(NO_DECAY, path_of(key_path)) is None

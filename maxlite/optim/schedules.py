@@ -1,6 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then a schedule from the table.
 
-The numbers of a config may be arrays, where they are in the state of an optimizer.
+A schedule is a function from the number of updates to the learning rate. An entry of the table is
+called with the config and the number of updates after the warm-up. The numbers in the config may be
+scalar arrays: those of ensemble members that differ in them are stored in the optimizer's state.
 """
 
 import dataclasses
@@ -46,9 +48,10 @@ def constant(cfg: OptimizerConfig, steps: Number) -> optax.Schedule:
 
 
 def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
-  """Build the learning rate by number of updates; `learning_rate_schedule_steps` must be > 0.
+  """Build the whole schedule; `learning_rate_schedule_steps` must be above 0.
 
-  The rate of the first update is above zero: warm-up update i of w has (i + 1) / w of the peak.
+  The rate of the first update is above zero: of w warm-up updates, update i, from 0, has
+  (i + 1) / w of the peak.
   """
   total = cfg.learning_rate_schedule_steps
   warmup = _whole(total * cfg.warmup_steps_fraction)
@@ -61,9 +64,11 @@ def build_schedule(cfg: OptimizerConfig) -> optax.Schedule:
 
 
 def schedule_numbers(cfg: OptimizerConfig) -> dict[str, float]:
-  """The lengths of a schedule, as numbers that give the same schedule in float32.
+  """The keys that set the lengths of a schedule, with values that survive rounding to float32.
 
-  A fraction is that of the whole updates that it stands for, so that it is rounded to these again.
+  A schedule rounds each fraction times the total to whole updates. A fraction in float32 could be
+  rounded to another number of updates than the Python number. So each fraction is replaced by the
+  number of updates that it gives, divided by the total.
   """
   total = cfg.learning_rate_schedule_steps
   warmup = round(total * cfg.warmup_steps_fraction)
@@ -93,7 +98,7 @@ def _linear(start: Number, end: Number, num_steps: Number) -> optax.Schedule:
 
 
 def _whole(value: Number) -> Number:
-  """The nearest integer; of two, the even one."""
+  """The nearest integer; half-way between two, the even one."""
   if isinstance(value, jax.Array):
     return jnp.round(value)
   return round(value)

@@ -26,6 +26,7 @@ class PhasePlan:
   ):
     """
     Args:
+      phases: in the order of the cycle.
       initial_phases: by phase, steps that it takes alone before the cycle begins.
       params: may be abstract (`jax.ShapeDtypeStruct`).
     """

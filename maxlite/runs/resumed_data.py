@@ -34,8 +34,9 @@ def check_resumed_data(cfg: Config, folder: RunFolder) -> None:
       facts = order_facts(data) | _identities(cfg, data, states[name])
       require_same_facts(states[name], facts)
     except UserError as error:
-      where = f"phase {name}: " if len(streams) > 1 else ""
-      raise UserError(f"{where}{error}") from None
+      if len(streams) > 1:
+        raise UserError(f"phase {name}: {error}") from None
+      raise UserError(str(error)) from None
 
 
 def _name_streams(cfg: Config) -> dict[DataConfig, str]:
@@ -53,7 +54,7 @@ def _saved_states(folder: RunFolder, only: str) -> JsonObject:
   """By name of a stream, its state in the latest checkpoint.
 
   Args:
-    only: the stream of a checkpoint that has one, and does not name it.
+    only: the name of the stream of a run with a single one, whose checkpoint does not name it.
   """
   state = _saved_state(folder)
   if not state:
@@ -77,28 +78,36 @@ def _saved_state(folder: RunFolder) -> JsonObject:
 
 
 def _identities(cfg: Config, data: DataConfig, state: JsonObject) -> JsonObject:
-  """The fact `data` of the stream: the identity of its source, or of each source of a mixture.
+  """The entry `data` of a stream's facts, computed from the files as they are now.
+
+  It is the identity of the stream's source. Of a mixture it is a mapping, whose entry `sources` has
+  the identity of each source by name; a source that is no longer in the mixture has None.
 
   Args:
-    state: the saved state of the stream, which has the same fact, and the shares of a mixture.
+    cfg: the config of the run.
+    data: the config of the stream.
+    state: the saved state of the stream, which has the same entry.
 
   Returns:
-    Empty if the sources are not read here, or are a mixture on one side only.
+    {"data": identity}. It is empty if the sources are not read here, or if only one of the saved
+    stream and the present one is a mixture, which `TrainStreams.restore` compares.
   """
   saved: Json = state.get("data")
-  is_mixture = isinstance(saved, dict)
-  if is_mixture != bool(data.dataset_mixture):
+  was_mixture = isinstance(saved, dict)
+  if was_mixture != bool(data.dataset_mixture):
     return {}
-  names = saved["sources"] if is_mixture else {"data"}
-  parts = {part.name: part.data for part in mixture_of(data) if part.name in names}
+  saved_names: Iterable[str] = ["data"]
+  if was_mixture:
+    saved_names = saved["sources"]
+  parts = {part.name: part.data for part in mixture_of(data) if part.name in saved_names}
   if not _are_read_here(cfg, data, parts.values()):
     return {}
-  found = dict.fromkeys(names)
+  identities: dict[str, str | None] = dict.fromkeys(saved_names)
   for name, part in parts.items():
-    found[name] = _identity(cfg, data, part)
-  if is_mixture:
-    return {"data": saved | {"sources": found}}
-  return {"data": found["data"]}
+    identities[name] = _identity(cfg, data, part)
+  if was_mixture:
+    return {"data": saved | {"sources": identities}}
+  return {"data": identities["data"]}
 
 
 def _are_read_here(cfg: Config, data: DataConfig, parts: Iterable[DataConfig]) -> bool:

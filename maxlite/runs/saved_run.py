@@ -20,11 +20,16 @@ def main_run_config(argv: Sequence[str], program: str) -> Config:
 
 
 def run_folder(cfg: Config) -> RunFolder:
-  """Raise UserError if the folder is on an object store that cannot be read."""
+  """The folder of the run that `cfg` names, whether it exists or not.
+
+  Raises:
+    UserError: the folder is on an object store that cannot be read.
+  """
   return RunFolder(join(os.path.expanduser(cfg.run.base_output_directory), cfg.run.run_name))
 
 
 def token_cache(cfg: Config) -> AnyPath:
+  """The folder of tokenized data, which runs share."""
   return to_path(cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens"))
 
 
@@ -39,7 +44,8 @@ def config_of_run(argv: Sequence[str]) -> Config:
       model's shape.
   """
   named = load_config(argv, needs_data=False)
-  folder, name = run_folder(named), named.run.member
+  folder = run_folder(named)
+  name = named.run.member
   if not folder.config.exists():
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   typed = without_files(argv)

@@ -223,9 +223,10 @@ def _packed_starts(sizes: jax.Array, num_shards: int, block: int) -> jax.Array:
 def _source_rows(
   num_rows: int, starts_c: jax.Array, sizes_c: jax.Array, sources_c: jax.Array
 ) -> jax.Array:
-  """[num_rows] the source of each row; past any array for rows outside of all chunks.
+  """Returns source_M: for each of `num_rows` rows, the row that is copied into it.
 
-  Chunk c fills `sizes_c` rows from `starts_c` on, with as many rows from `sources_c` on.
+  Chunk c fills the `sizes_c[c]` rows from `starts_c[c]` on with those from `sources_c[c]` on. The
+  source of a row outside of all chunks is the largest int32, which is out of range of any array.
   """
   offset_Mc = jnp.arange(num_rows, dtype=jnp.int32)[:, None] - starts_c[None]
   inside_Mc = (offset_Mc >= 0) & (offset_Mc < sizes_c[None])

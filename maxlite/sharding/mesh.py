@@ -33,17 +33,18 @@ class ResolvedDegrees(NamedTuple):
 def build_mesh(
   ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """Mesh over `devices` (default: all) with the axes `MESH_AXES`.
+  """Build the mesh with the axes `MESH_AXES`; the size of each is the product of its two degrees.
 
   Args:
-    ici, dcn: degrees within and between slices, in the order of `MESH_AXES`. One -1 in each is
-      auto-detected. The size of a mesh axis is the product of its two degrees.
-    devices: default: all.
+    ici: degrees within a slice, in the order of `MESH_AXES`; one -1 takes the remaining devices.
+    dcn: degrees between slices, in the same order; one -1 takes the remaining slices.
+    devices: the devices of the mesh; None: all devices of the run.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
   """
-  devices = list(jax.devices() if devices is None else devices)
+  if devices is None:
+    devices = jax.devices()
   slices = _find_slices(devices, dcn)
   dcn = _fill("dcn", dcn, slices.num_slices, "slices")
   ici = _fill("ici", ici, len(devices) // slices.num_slices, "devices per slice")
@@ -59,7 +60,7 @@ def build_mesh(
 def resolve_degrees(
   ici: Sequence[int], dcn: Sequence[int], num_devices: int, num_slices: int
 ) -> ResolvedDegrees:
-  """The degrees for a number of devices instead of devices.
+  """The degrees that `build_mesh` would give a mesh of this many devices in this many slices.
 
   Raises:
     UserError: the degrees do not multiply to the number of devices.
@@ -109,12 +110,21 @@ def _find_slices(devices: Sequence[jax.Device], dcn: Sequence[int]) -> Slices:
 def _fill(group: str, degrees: Sequence[int], total: int, things: str) -> list[int]:
   """`degrees` with a -1 replaced so that their product is `total`.
 
+  Args:
+    group: `ici` or `dcn`, for the error message.
+    degrees: in the order of `MESH_AXES`.
+    total: the number of devices of a slice, or of slices.
+    things: what `total` counts, for the error message.
+
   Raises:
     UserError: there is no such replacement, or there is more than one.
   """
   known = math.prod(degree for degree in degrees if degree != -1)
   num_free = list(degrees).count(-1)
-  filled = [total // known if degree == -1 else degree for degree in degrees]
+  filled = list(degrees)
+  for n, degree in enumerate(degrees):
+    if degree == -1:
+      filled[n] = total // known
   if num_free <= 1 and math.prod(filled) == total:
     return filled
   named = []

@@ -71,7 +71,12 @@ def cross_entropy_sums(
   """Weighted sums of -log p(target) [nats] and of the squared log-partition, in float32.
 
   Args:
-    x: [B, T, D], or [B, T, J, D] with targets and weights [B, T, J].
+    x: states [B, T, D], or [B, T, J, D] with targets and weights [B, T, J].
+    w_DV: the unembedding.
+    targets: token ids.
+    weight: the weight of each target.
+    chunk_tokens: tokens per device with logits in memory at once.
+    soft_cap: of the logits; 0: none.
   """
   return _token_sums(
     _cross_entropy,

@@ -224,7 +224,7 @@ def teacher(cfg: Config) -> Violations:
 
 
 def _losses(cfg: Config) -> list[Raw]:
-  """The losses of the phases as they are written, or that of the run."""
+  """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
   losses = [phase.get("loss", loss_type) for phase in cfg.phasing.phases]
   return losses or [loss_type]

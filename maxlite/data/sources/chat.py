@@ -177,13 +177,19 @@ class ConversationTokenizer:
     self.identity = f"chat {chat.identity} up to {max_length}"
 
   def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
-    """Yield the documents of each of `chat_documents`; none if it has nothing to learn."""
-    assert not is_open  # conversations are whole
+    """Yield a list per conversation: its documents, none if it has no answer.
+
+    Args:
+      pieces: three per conversation: the two of `chat_documents`, and the end of the document.
+      is_open: whether the first piece continues a document, which it never does here.
+    """
+    assert not is_open
     for messages in pieces:
       place = next(pieces)
-      next(pieces)  # the end of the document
+      end = next(pieces)
       assert messages.content is not None
       assert place.content is not None
+      assert end.content is None
       encoded = []
       for ids in self._encode_one(messages.content, place.content):
         encoded.append(EncodedPiece(messages.split, ids, is_last=True))

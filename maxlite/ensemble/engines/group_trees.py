@@ -31,7 +31,7 @@ def only_paths(params: PyTree, paths: frozenset[str]) -> PyTree:
 
 
 def merge_params(own: PyTree, shared: PyTree) -> PyTree:
-  """All parameters from two parts of them."""
+  """The tree with the parameters of both trees, which have no path in common."""
   return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
 
 
@@ -52,8 +52,12 @@ def stack_rows(trees: Sequence[PyTree]) -> PyTree:
   return jax.tree.map(stack, *trees)
 
 
-def behind_axis(sharding: NamedSharding, axis: str | None) -> NamedSharding:
-  """The sharding of stacked arrays: their first axis over `axis`, the others as in `sharding`."""
+def stacked_sharding(sharding: NamedSharding, axis: str | None) -> NamedSharding:
+  """The sharding of stacked arrays, given that of the arrays.
+
+  Args:
+    axis: the mesh axis over which the new first axis is sharded; None: it is not.
+  """
   return NamedSharding(sharding.mesh, jax.P(axis, *sharding.spec))
 
 
@@ -71,10 +75,12 @@ def metrics_besides(common: Container[str], metrics: Metrics) -> Metrics:
 
 
 def with_shardings(tree: PyTree, shardings: PyTree) -> PyTree:
-  """The abstract arrays with shardings.
+  """Add shardings to the abstract arrays of a tree.
 
   Args:
-    shardings: a tree of them, or one for all arrays; None: none.
+    tree: of `jax.ShapeDtypeStruct`.
+    shardings: a tree of shardings, of which each may stand for a whole subtree of `tree`; None:
+      `tree` is returned as it is.
   """
   if shardings is None:
     return tree

@@ -24,10 +24,10 @@ from flax.traverse_util import flatten_dict
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import Metrics, tree_bytes
 from maxlite.ensemble.engines.group_trees import (
-  behind_axis,
   merge_params,
   only_paths,
   stack_rows,
+  stacked_sharding,
   take_row,
   without_paths,
 )
@@ -262,7 +262,7 @@ class MemberGroup:
       return None
 
     own = self._without_shared(solo)
-    members = jax.tree.map(lambda sharding: behind_axis(sharding, self.axis), own)
+    members = jax.tree.map(lambda sharding: stacked_sharding(sharding, self.axis), own)
     if not self.has_one_optimizer:
       opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
       members = dataclasses.replace(members, opt_state=opt_states)

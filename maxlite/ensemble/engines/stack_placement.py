@@ -1,11 +1,17 @@
-"""Where the states, batches and results of a stack of members are placed."""
+"""Where the states, batches and results of a stack of members are placed.
+
+There are three cases. Modules with a mesh (members from configs) are sharded over it by the
+sharding table, with the axis of the members over its axis `ensemble`. Modules without a mesh are
+divided over the axis `ensemble` of a mesh of the engine's, where each is whole on one device. With
+neither, all members are on one device.
+"""
 
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.ensemble.engines.group_trees import behind_axis
+from maxlite.ensemble.engines.group_trees import stacked_sharding
 from maxlite.ensemble.engines.member_group import GroupState, MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.sharding.pytree import PyTree
@@ -14,18 +20,14 @@ Group = MemberGroup | SoloGroup
 
 
 class StackPlacement:
-  """The shardings of a stack; None in place of one lets the compiler choose.
-
-  Members whose modules have a mesh are placed by the sharding table, after the axis `ensemble` of
-  that mesh. Others are whole on each device of `mesh`, which has an axis `ensemble`, if there is
-  one.
-  """
+  """The shardings of a stack; None in place of one lets the compiler choose."""
 
   def __init__(self, groups: Sequence[Group], mesh: Mesh | None):
     """
     Args:
       groups: the groups of members; those whose modules have a mesh have it in common.
-      mesh: with an axis `ensemble`, over which members whose modules have no mesh are sharded.
+      mesh: with an axis `ensemble`, over which members whose modules have no mesh are divided;
+        None: there is no such mesh.
     """
     self._first = groups[0]
     self._mesh = mesh
@@ -64,12 +66,14 @@ class StackPlacement:
       own_batches: whether it has a batch per member along the first axis.
     """
     if self._mesh is not None:
-      spec = jax.P("ensemble") if own_batches else jax.P()
+      spec = jax.P()
+      if own_batches:
+        spec = jax.P("ensemble")
       return NamedSharding(self._mesh, spec)
     sharding = self._first.functions.batch_sharding
     if sharding is None or not own_batches:
       return sharding
-    return behind_axis(sharding, None)
+    return stacked_sharding(sharding, None)
 
   def state(self, group: Group) -> PyTree:
     """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
@@ -77,12 +81,13 @@ class StackPlacement:
       return _sharded_over_members(group, self._mesh)
     sharder = group.functions.sharder
     if sharder is not None and group.functions.shardings is None:
-      # The placement that a step returns: with another one, the second step is compiled again.
+      # A step returns its state with this placement. If the first state had another one, the
+      # second step would be compiled again.
       return sharder.sharding(())
     return group.shardings()
 
   def gathered(self, group: Group) -> PyTree:
-    """The sharding of a state with all members on every device; None if it has it already."""
+    """The sharding of the group's state with all members on every device; None: `state` is it."""
     if self._mesh is not None:
       return NamedSharding(self._mesh, jax.P())
     if not isinstance(group, MemberGroup) or group.axis is None:
@@ -98,7 +103,10 @@ class StackPlacement:
     return GroupState(members, shardings.shared)
 
   def on_all_devices(self, tree: PyTree) -> PyTree:
-    """Stacked results on all devices; of a sharded stack, every member would take a collective."""
+    """Constrain stacked results to be on all devices, by one collective for each array.
+
+    Otherwise a sharded stack would take a collective for each member when its results are split.
+    """
     mesh = self._mesh
     if self._first.axis is not None:
       mesh = self._mesh_of_stack

@@ -111,7 +111,10 @@ class WorkerProgress:
 
 
 class NewLines:
-  """Complete lines appended to a file from now on, or all lines of a file that replaces it."""
+  """Reads the complete lines that are appended to a file after the construction of this object.
+
+  Of a file that replaces it, which has another inode, all lines are read.
+  """
 
   def __init__(self, path: Path):
     self._path = path

@@ -45,7 +45,7 @@ class AttentionFeatures(NamedTuple):
 
 
 def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) -> str:
-  """The backend that `attention=name` selects; `auto` chooses by hardware and features.
+  """The name of the backend that `attention=name` selects; `auto` chooses by the other arguments.
 
   Raises:
     UserError: there is no such backend.
@@ -56,7 +56,7 @@ def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) 
 
 
 def _gpu_backend(hardware: Hardware, features: AttentionFeatures) -> str:
-  """tokamax where it supports the features, then cuDNN, else `chunked`."""
+  """The first of tokamax, cuDNN and `chunked` that supports the GPU and the features."""
   is_narrow = jnp.dtype(features.dtype).itemsize == 2
   if not is_narrow or features.has_sinks or features.merges_keys:
     return "chunked"
@@ -85,14 +85,19 @@ def attention(
   soft_cap: float = 0.0,
   sink_H: jax.Array | None = None,
 ) -> jax.Array:
-  """o_BTHC in q's type.
+  """Returns o_BTHC in the type of the queries, as the contract at the top of this file says.
 
   Args:
+    scale: factor of the scores, the products of queries and keys.
+    backend: a name in ATTENTION_BACKENDS; see `resolve_backend`.
     block_q: queries per block of `chunked`; other backends ignore it.
-    q_start: row of the first query among the keys. May be traced, as on a shard of the context
-      axis that holds a part of the queries and all keys. Blocks in the future and before the window
-      are skipped; by `chunked` if T == S with the int 0, or S is a multiple of T.
-    window: None: all keys.
+    q_start: row of the first query among the keys. It may be traced, as on a shard of the context
+      axis that holds a part of the queries and all keys. Backends skip blocks of keys in the future
+      and before the window; `chunked` does so only if T == S and q_start is the int 0, or if S is a
+      multiple of T.
+    window: number of keys that a query attends; None: all.
+    soft_cap: of the scores; 0: none.
+    sink_H: scores of the sinks; None: none.
 
   Source: Beltagy et al., Longformer (2020), section 3.1, for windows; gpt-oss model card (2025),
   section 2.2, for sinks.

@@ -172,7 +172,7 @@ class _ChunkedResiduals(NamedTuple):
 def _forward(
   options: _Options, queries: _Queries, keys: _Keys
 ) -> tuple[jax.Array, _ChunkedResiduals]:
-  """(o_BTHC, residuals)"""
+  """Returns o_BTHC, and what the backward pass reads."""
   results = checkpoint_name(_compute(options, queries, keys), RESIDUAL_NAME)
   return results.o_BTHC, _ChunkedResiduals(queries, keys, results)
 

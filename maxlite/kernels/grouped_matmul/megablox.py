@@ -99,7 +99,7 @@ def _multiply_masked(
   transpose: bool,
   interpret: bool,
 ) -> jax.Array:
-  """As in `GroupedKernels`."""
+  """`GroupedKernels.multiply_rows`: zero past the last group."""
   y_MF = multiply_rows(x_MD, w_GDF, group_sizes_G, tile, transpose, interpret)
   live_M = jnp.arange(x_MD.shape[0], dtype=jnp.int32) < group_sizes_G.sum(dtype=jnp.int32)
   return jnp.where(live_M[:, None], y_MF, 0)
@@ -113,7 +113,7 @@ def multiply_rows(
   transpose: bool,
   interpret: bool,
 ) -> jax.Array:
-  """As in `GroupedKernels`, but rows past the last group are undefined."""
+  """As `GroupedKernels.multiply_rows`, but rows past the last group are undefined."""
   num_rows = x_MD.shape[0]
   dtype = x_MD.dtype
   x_MD = _pad_rows(x_MD, tile[0])
@@ -138,7 +138,7 @@ def sum_outer_products(
   tile: Tile,
   interpret: bool,
 ) -> jax.Array:
-  """As in `GroupedKernels`."""
+  """`GroupedKernels.sum_outer_products`."""
   x_MD = _pad_rows(x_MD, tile[0])
   dy_MF = _pad_rows(dy_MF, tile[0])
   cost = _cost_of_outer_products(x_MD, dy_MF, group_sizes_G, dtype, tile)

@@ -84,7 +84,7 @@ def _multiply_rows(
   transpose: bool,
   implementation: str,
 ) -> jax.Array:
-  """As in `GroupedKernels`."""
+  """`GroupedKernels.multiply_rows` by tokamax, which chooses its tiles itself."""
   del tile
   numbers = _ROWS_BY_TRANSPOSED_MATRICES if transpose else _ROWS_BY_MATRICES
   w_GDF = w_GDF.astype(x_MD.dtype)
@@ -107,7 +107,7 @@ def _sum_outer_products(
   tile: Tile | None,
   implementation: str,
 ) -> jax.Array:
-  """As in `GroupedKernels`."""
+  """`GroupedKernels.sum_outer_products` by tokamax, which chooses its tiles itself."""
   del tile
   # Undefined rows may be NaN, which a product with zero does not remove.
   x_MD = _zero_past_groups(x_MD, group_sizes_G)
