@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run lint, type checks and all tests, except those against transformers (`-m hf`, see .ci/run).
+# Run lint, type checks and the tests, except slow ones (`-m slow`) and those against transformers
+# (`-m hf`, see .ci/run).
 # Needs only Python >= 3.11; takes the newest up to 3.14. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
