@@ -22,20 +22,32 @@ LENGTH_B = np.array([3, NUM_PROMPT, 1], np.int32)  # of prompts; decoding goes p
 ROW_B = np.array([2, 0, 3], np.int32)  # rows of the cache; row 1 stays idle
 NUM_STEPS = NUM_TOKENS - NUM_PROMPT
 FIRST_BLOCK = 3  # so that rows reach the last block while they are decoded
+NUM_DRAFTED = 3  # tokens that a step with drafts appends
+# How many of them are right, by step and row; together NUM_STEPS in each row.
 TAKEN_nB = np.array([[1, 3, 2], [2, 1, 3], [3, 2, 1]], np.int32)
 KEPT = {"mutable": [cache.COLLECTION]}
 TOKENS_BT = np.random.default_rng(1).integers(48, size=(3, NUM_TOKENS)).astype(np.int32)
 
 
 def prefilled(model, params, num_new):
-  """(logits_BV of each prompt's last token, a cache filled with the prompts)."""
-  position_1T = np.arange(NUM_PROMPT)[None]
-  is_real_BT = (position_1T < LENGTH_B[:, None]).astype(np.int32)
-  prompts = TOKENS_BT[:, :NUM_PROMPT], is_real_BT, np.tile(position_1T, (3, 1))
-  logits_BTV, kept = model.apply({"params": params}, *prompts, **KEPT)
-  longest = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
-  shapes = jax.eval_shape(lambda t: model.apply({"params": params}, t, **KEPT)[1], longest)
-  entries = cache.init_cache(shapes[cache.COLLECTION], NUM_ROWS, num_new, FIRST_BLOCK)
+  """(logits_BV of each prompt's last token, a cache filled with the prompts).
+
+  Args:
+    num_new: tokens that a step will append to the cache.
+  """
+  variables = {"params": params}
+  position_BT = np.tile(np.arange(NUM_PROMPT), (3, 1))
+  segment_BT = (position_BT < LENGTH_B[:, None]).astype(np.int32)
+  token_BT = TOKENS_BT[:, :NUM_PROMPT]
+  logits_BTV, kept = model.apply(variables, token_BT, segment_BT, position_BT, **KEPT)
+
+  def kept_of(token_BT):
+    _, kept = model.apply(variables, token_BT, **KEPT)
+    return kept[cache.COLLECTION]
+
+  longest_BT = jax.ShapeDtypeStruct((1, NUM_TOKENS), jnp.int32)
+  shapes = jax.eval_shape(kept_of, longest_BT)
+  entries = cache.init_cache(shapes, NUM_ROWS, num_new, FIRST_BLOCK)
   entries = cache.insert(entries, kept[cache.COLLECTION], ROW_B, LENGTH_B)
   return logits_BTV[np.arange(3), LENGTH_B - 1], entries
 
@@ -43,13 +55,20 @@ def prefilled(model, params, num_new):
 def appended(model, params, entries, tokens_BT, length_B):
   """(logits_BTV, updated cache) of tokens appended after the `length_B` cached tokens of ROW_B."""
 
-  def place(x_BT):
+  def in_rows(x_BT):
+    """All rows of the cache, with zeros in those that are idle."""
     return jnp.zeros((NUM_ROWS, x_BT.shape[1]), jnp.int32).at[ROW_B].set(x_BT)
 
   position_BT = length_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-  rows = (place(tokens_BT), place(jnp.ones_like(position_BT)), place(position_BT))
+  segment_BT = jnp.ones_like(position_BT)
   variables = {"params": params, cache.COLLECTION: entries}
-  logits_BTV, kept = model.apply(variables, *rows, **KEPT)
+  logits_BTV, kept = model.apply(
+    variables,
+    in_rows(tokens_BT),
+    in_rows(segment_BT),
+    in_rows(position_BT),
+    **KEPT,
+  )
   return logits_BTV[ROW_B], kept[cache.COLLECTION]
 
 
@@ -68,27 +87,30 @@ def decoded(model, params):
 
 
 def decoded_with_drafts(model, params):
-  """The same, three tokens per step, of which TAKEN_nB are accepted and the others removed."""
-  first_BV, entries = prefilled(model, params, 3)
+  """The same by steps of NUM_DRAFTED tokens, of which the first TAKEN_nB are right and stay."""
+  first_BV, entries = prefilled(model, params, NUM_DRAFTED)
 
   def step(carry, taken_B):
     entries, length_B = carry
-    column_BT = length_B[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
+    draft_1T = jnp.arange(NUM_DRAFTED, dtype=jnp.int32)[None]
+    column_BT = length_B[:, None] + draft_1T
     right_BT = jnp.asarray(TOKENS_BT).at[np.arange(3)[:, None], column_BT].get(mode="clip")
-    is_right_BT = jnp.arange(3)[None] < taken_B[:, None]
-    tokens_BT = jnp.where(is_right_BT, right_BT, (right_BT + 7) % 48)
+    wrong_BT = (right_BT + 7) % 48
+    tokens_BT = jnp.where(draft_1T < taken_B[:, None], right_BT, wrong_BT)
     logits_BTV, entries = appended(model, params, entries, tokens_BT, length_B)
     length_B += taken_B
-    in_rows_B = jnp.zeros(NUM_ROWS, jnp.int32).at[ROW_B].set(length_B)
-    return (cache.rewind(entries, in_rows_B), length_B), logits_BTV
+    length_of_rows = jnp.zeros(NUM_ROWS, jnp.int32).at[ROW_B].set(length_B)
+    return (cache.rewind(entries, length_of_rows), length_B), logits_BTV
 
   start = (entries, jnp.asarray(LENGTH_B))
   _, logits_nBTV = jax.lax.scan(step, start, jnp.asarray(TAKEN_nB))
-
-  def of_row(b):
-    return [logits_nBTV[n, b, :taken] for n, taken in enumerate(TAKEN_nB[:, b])]
-
-  later_nBV = jnp.stack([jnp.concatenate(of_row(b)) for b in range(3)], axis=1)
+  later_by_row = []
+  for b in range(3):
+    taken = []
+    for n, num_taken in enumerate(TAKEN_nB[:, b]):
+      taken.append(logits_nBTV[n, b, :num_taken])
+    later_by_row.append(jnp.concatenate(taken))
+  later_nBV = jnp.stack(later_by_row, axis=1)
   return jnp.concatenate([first_BV[None], later_nBV])
 
 

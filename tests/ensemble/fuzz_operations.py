@@ -34,16 +34,56 @@ def _heads(module, x):
 
 
 def _loop(x):
-  def body(carry):
-    return (carry[0] + 1, jnp.tanh(carry[1] * 1.5))
+  def body(_, carry):
+    n, y = carry
+    return n + 1, jnp.tanh(y * 1.5)
 
-  n, y = jax.lax.fori_loop(0, 3, lambda _, carry: body(carry), (0, x))
+  n, y = jax.lax.fori_loop(0, 3, body, (0, x))
   return y + n
 
 
 def _scan_units(x):
-  last, rows = jax.lax.scan(lambda c, u: (0.5 * c + u, jnp.tanh(c)), x[:, 0], x.T)
-  return jnp.concatenate([rows.T, last[:, None]], axis=1)
+  def step(carry_B, unit_B):
+    return 0.5 * carry_B + unit_B, jnp.tanh(carry_B)
+
+  last_B, y_DB = jax.lax.scan(step, x[:, 0], x.T)
+  return jnp.concatenate([y_DB.T, last_B[:, None]], axis=1)
+
+
+def _swap_halves(x):
+  halves = jnp.split(jnp.concatenate([x, 2 * x], axis=1), 2, axis=1)
+  return jnp.concatenate(halves[::-1], axis=1)
+
+
+def _scatter_ragged(x):
+  target_D = (jnp.arange(x.shape[1]) * 2) % 3
+  return jnp.zeros((x.shape[0], 3)).at[:, target_D].add(x)
+
+
+def _bfloat16(module, x):
+  narrow_BD = nn.Dense(3, dtype=jnp.bfloat16)(x)
+  return narrow_BD.astype(jnp.float32) * 0.1 + x[:, :1]
+
+
+def _conv(module, x):
+  y_BDC = nn.Conv(2, (2,))(x[..., None])
+  return y_BDC.reshape(x.shape[0], -1)
+
+
+def _embed(module, x):
+  unit_D = jnp.arange(x.shape[1])
+  return x[:, :1] + nn.Embed(9, 4)(unit_D).sum(0)
+
+
+def _scanned(module, x):
+  scan = nn.scan(_Layer, {"params": 0}, split_rngs={"params": True}, length=2)
+  y_BD, _ = scan(x.shape[1])(x, None)
+  return y_BD
+
+
+def _weights(module, x):
+  weight_11 = module.param(f"w{x.ndim}", nn.initializers.normal(), (1, 1))
+  return x * weight_11
 
 
 ELEMENTWISE = {
@@ -122,14 +162,12 @@ MOVES = {
   "pad": lambda x: jnp.pad(x, ((0, 0), (1, 2)), constant_values=0.5),
   "reverse_roll": lambda x: jnp.roll(x, 1, axis=1),
   "scatter_add": lambda x: x.at[:, jnp.array([0, 1, 0])].add(x[:, :1]),
-  "scatter_ragged": lambda x: (
-    jnp.zeros((x.shape[0], 3)).at[:, (jnp.arange(x.shape[1]) * 2) % 3].add(x)
-  ),
+  "scatter_ragged": _scatter_ragged,
   "scatter_set": lambda x: x.at[:, 1].set(0.25),
   "segment_sum": lambda x: jax.ops.segment_sum(x.T, jnp.arange(x.shape[1]) % 2, 2).T,
   "slice": lambda x: x[:, 1:],
   "slice_half": lambda x: x[:, x.shape[1] // 2 :],
-  "split": lambda x: jnp.concatenate(jnp.split(jnp.concatenate([x, 2 * x], 1), 2, axis=1)[::-1], 1),
+  "split": _swap_halves,
   "stack": lambda x: jnp.stack([x, x * x], axis=2).reshape(x.shape[0], -1),
   "strided": lambda x: x[:, ::2],
   "tril": lambda x: x @ jnp.tril(jnp.ones((x.shape[1], x.shape[1]))),
@@ -151,21 +189,17 @@ CONTROL = {
 MODULES = {
   "attention": _heads,
   "batch_norm": lambda _, x: nn.BatchNorm(use_running_average=False, momentum=0.5)(x),
-  "bfloat16": lambda _, x: nn.Dense(3, dtype=jnp.bfloat16)(x).astype(jnp.float32) * 0.1 + x[:, :1],
-  "conv": lambda _, x: nn.Conv(2, (2,))(x[..., None]).reshape(x.shape[0], -1),
+  "bfloat16": _bfloat16,
+  "conv": _conv,
   "dense": lambda _, x: nn.Dense(x.shape[1] + 1)(x),
   "dropout": lambda _, x: nn.Dropout(0.4, deterministic=False)(x),
-  "embed": lambda _, x: x[:, :1] + nn.Embed(9, 4)(jnp.arange(x.shape[1])).sum(0),
+  "embed": _embed,
   "group_norm": lambda _, x: nn.GroupNorm(num_groups=1)(x),
   "layer_norm": lambda _, x: nn.LayerNorm()(x),
   "noise": lambda module, x: x + jax.random.normal(module.make_rng("params"), (x.shape[0], 1)),
   "rms_norm": lambda _, x: nn.RMSNorm()(x),
-  "scanned": lambda _, x: nn.scan(_Layer, {"params": 0}, split_rngs={"params": True}, length=2)(
-    x.shape[1]
-  )(x, None)[0],
-  "weights": lambda module, x: (
-    x * module.param(f"w{len(x.shape)}", nn.initializers.normal(), (1, 1))
-  ),
+  "scanned": _scanned,
+  "weights": _weights,
 }
 
 

@@ -183,5 +183,5 @@ def assert_fails(capsys, folder, root, run, message):
 @pytest.mark.slow
 def test_adapters_that_peft_would_apply_to_experts_raise(tmp_path, capsys):
   make_run(tmp_path, "deepseek_v3", "shared")
-  message = "cannot load it: train adapters of attention alone"
+  message = "cannot load it: train adapters of attention and of routed experts alone"
   assert_fails(capsys, FIXTURES / "deepseek_v3", tmp_path, "shared", message)

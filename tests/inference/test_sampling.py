@@ -80,13 +80,16 @@ def test_the_repetition_penalty_applies_to_logits_of_either_sign():
 
 
 def test_samples_follow_the_distribution_and_their_keys():
-  log_prob_BV = jnp.tile(jnp.log(probs(SamplingParams(temperature=0.7, top_p=0.9))), (20_000, 1))
-  keys = jax.vmap(jax.random.key)(jnp.arange(len(log_prob_BV)))
-  sampled = np.asarray(jax.jit(sample)(keys, log_prob_BV))
-  share_V = np.bincount(sampled, minlength=VOCAB) / len(sampled)
-  np.testing.assert_allclose(share_V, np.exp(log_prob_BV[0]), atol=4 * 0.5 / len(sampled) ** 0.5)
+  num_samples = 20_000
+  prob_1V = probs(SamplingParams(temperature=0.7, top_p=0.9))
+  log_prob_BV = jnp.tile(jnp.log(prob_1V), (num_samples, 1))
+  key_B = jax.vmap(jax.random.key)(jnp.arange(num_samples))
+  sampled_B = np.asarray(jax.jit(sample)(key_B, log_prob_BV))
+  share_V = np.bincount(sampled_B, minlength=VOCAB) / num_samples
+  largest_deviation = 0.5 / num_samples**0.5  # the standard deviation of a share of one half
+  np.testing.assert_allclose(share_V, prob_1V[0], atol=4 * largest_deviation)
   # A row's sample depends only on its key.
-  np.testing.assert_array_equal(sample(keys[7:9], log_prob_BV[:2]), sampled[7:9])
+  np.testing.assert_array_equal(sample(key_B[7:9], log_prob_BV[:2]), sampled_B[7:9])
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,10 @@ def test_documents_do_not_mix(sharders, params, x_BTD):
 
 
 def test_generation_continues_a_prefill(sharders, params, x_BTD):
-  """Rows of different lengths, inserted into other rows, then two positions, one of a row idle."""
+  """Prompts of different lengths, inserted into other rows, then two positions of each.
+
+  The first prompt's row is idle in the second of these steps.
+  """
   module = GatedDeltaNet(CFG, sharders["one device"])
   apply = jax.jit(functools.partial(module.apply, mutable=[cache.COLLECTION]))
   variables = {"params": params}
@@ -105,26 +108,25 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
   segment_BT = (np.arange(NUM_POSITIONS)[None] < length_B[:, None]).astype(np.int32)
   whole_BTD, _ = apply(variables, x_BTD, np.ones_like(segment_BT))
   _, prefill = apply(variables, x_BTD, segment_BT)
-  entries = cache.init_cache(prefill[cache.COLLECTION], NUM_ROWS + 2)
+  num_cached = NUM_ROWS + 2  # rows of the cache
   row_B = np.arange(NUM_ROWS)[::-1] + 2
+  entries = cache.init_cache(prefill[cache.COLLECTION], num_cached)
   entries = cache.insert(entries, prefill[cache.COLLECTION], row_B, length_B)
   for step in range(2):
-    new_BTD = np.zeros((NUM_ROWS + 2, 1, DIM), np.float32)
+    first_active = step  # prompts before it are idle
+    new_BTD = np.zeros((num_cached, 1, DIM), np.float32)
     new_BTD[row_B, 0] = x_BTD[np.arange(NUM_ROWS), length_B + step]
-    is_active_BT = np.zeros((NUM_ROWS + 2, 1), np.int32)
-    is_active_BT[row_B] = 1
-    is_active_BT[row_B[0]] = 1 - step
+    is_active_BT = np.zeros((num_cached, 1), np.int32)
+    is_active_BT[row_B[first_active:]] = 1
     y_BTD, updated = apply(variables | {cache.COLLECTION: entries}, new_BTD, is_active_BT)
-    if step == 1:
-      jax.tree.map(
-        lambda old, new: np.testing.assert_array_equal(new[row_B[0]], old[row_B[0]]),
-        entries,
-        updated[cache.COLLECTION],
-      )
+    for prompt in range(first_active, NUM_ROWS):
+      want_D = whole_BTD[prompt, length_B[prompt] + step]
+      np.testing.assert_allclose(y_BTD[row_B[prompt], 0], want_D, rtol=1e-4, atol=1e-5)
+    before = jax.tree.leaves(entries)
     entries = updated[cache.COLLECTION]
-    for row in range(step, NUM_ROWS):
-      want_D = whole_BTD[row, length_B[row] + step]
-      np.testing.assert_allclose(y_BTD[row_B[row], 0], want_D, rtol=1e-4, atol=1e-5)
+    for idle_row in row_B[:first_active]:
+      for old, new in zip(before, jax.tree.leaves(entries), strict=True):
+        np.testing.assert_array_equal(new[idle_row], old[idle_row])
 
 
 def test_the_convolution_is_a_sum_over_the_document():

@@ -75,26 +75,42 @@ def test_values_and_gradients_equal_plain_indexing(routing, num_rows):
   """`unpermute` is compared with the transpose of the plain `permute`."""
   expert_A = ROUTINGS[routing]
   order = sorted_assignments(expert_A)
+  live = slice(0, order.size)  # rows with an assignment
   with jax.enable_x64(True):
     permutation, _ = permutation_of(expert_A, num_rows)
     x_TD = draw((NUM_TOKENS, DIM), 0)
     y_MD = draw((num_rows, DIM), 1)
-    weight_TK = draw((12, 2), 2)
-    x_MD, pull_back = jax.vjp(lambda x: permute(x, permutation), x_TD)
     plain_x_MD, plain_pull_back = jax.vjp(lambda x: plain_permute(x, expert_A, num_rows), x_TD)
-    np.testing.assert_array_equal(x_MD[: order.size], plain_x_MD[: order.size])
-    np.testing.assert_allclose(pull_back(y_MD)[0], plain_pull_back(y_MD)[0], atol=1e-14)
+    (plain_y_TD,) = plain_pull_back(y_MD)
+
+    x_MD, pull_back = jax.vjp(lambda x: permute(x, permutation), x_TD)
+    (dx_TD,) = pull_back(y_MD)
+    np.testing.assert_array_equal(x_MD[live], plain_x_MD[live])
+    np.testing.assert_allclose(dx_TD, plain_y_TD, atol=1e-14)
 
     y_TD, pull_back = jax.vjp(lambda y: unpermute(y, permutation), y_MD)
-    np.testing.assert_allclose(y_TD, plain_pull_back(y_MD)[0], atol=1e-14)
-    np.testing.assert_array_equal(pull_back(x_TD)[0][: order.size], plain_x_MD[: order.size])
+    (dy_MD,) = pull_back(x_TD)
+    np.testing.assert_allclose(y_TD, plain_y_TD, atol=1e-14)
+    np.testing.assert_array_equal(dy_MD[live], plain_x_MD[live])
 
+
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, NUM_ROWS + 4])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_weights_are_permuted_as_their_rows(routing, num_rows):
+  expert_A = ROUTINGS[routing]
+  order = sorted_assignments(expert_A)
+  num_live = order.size
+  with jax.enable_x64(True):
+    permutation, _ = permutation_of(expert_A, num_rows)
+    weight_TK = draw((NUM_TOKENS, NUM_CHOSEN), 2)
     weight_M, pull_back = jax.vjp(lambda w: permute_weights(w, permutation), weight_TK)
-    np.testing.assert_array_equal(weight_M[: order.size], weight_TK.reshape(-1)[order])
-    assert not np.any(weight_M[order.size :])
-    dweight_A = np.zeros(NUM_ROWS)
-    dweight_A[order] = y_MD[: order.size, 0]
-    np.testing.assert_array_equal(pull_back(y_MD[:, 0])[0].reshape(-1), dweight_A)
+    np.testing.assert_array_equal(weight_M[:num_live], weight_TK.reshape(-1)[order])
+    assert not np.any(weight_M[num_live:])
+    dweight_M = draw(num_rows, 1)
+    (dweight_TK,) = pull_back(dweight_M)
+    want_A = np.zeros(NUM_ROWS)
+    want_A[order] = dweight_M[:num_live]
+    np.testing.assert_array_equal(dweight_TK.reshape(-1), want_A)
 
 
 def test_rows_without_an_assignment_do_not_affect_tokens():
