@@ -155,8 +155,16 @@ def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Sequence[jax.Device]]:
-  """Return ({mesh axis: size}, devices)."""
-  degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh or {})
+  """Return ({mesh axis: size}, devices) of a mesh, of sizes by axis, or of one device if None.
+
+  Raises:
+    UserError: an axis is unknown, or there are fewer devices than the sizes need.
+  """
+  degrees: dict[str, int] = {}
+  if isinstance(mesh, Mesh):
+    degrees = dict(mesh.shape)
+  elif mesh is not None:
+    degrees = dict(mesh)
   unknown = set(degrees) - set(MESH_AXES)
   if unknown:
     raise UserError(

@@ -29,9 +29,9 @@ _NOT_SUPPORTED = ("actorder", "block_structure", "dynamic")
 
 @dataclasses.dataclass(frozen=True)
 class PackedInt4Entry(TensorEntry):
-  """A matrix [R, C] that is read as bfloat16 and stored as 32-bit words [R, ceil(C / 8)]."""
+  """A matrix [R, C] that is read as bfloat16 and stored as 32-bit words [R, W], W = ceil(C / 8)."""
 
-  scales: TensorEntry  # [R, C / group size]
+  scales: TensorEntry  # [R, G], with G groups of C / G columns
 
   def read_rows(self, low: int, high: int) -> np.ndarray:
     """Read rows [low, high)."""
@@ -41,10 +41,12 @@ class PackedInt4Entry(TensorEntry):
     words_RW = stored.read_rows(low, high).view(np.uint32)
     shifts = 4 * np.arange(PER_WORD, dtype=np.uint32)
     bits_RW8 = (words_RW[:, :, None] >> shifts) & 15
-    numbers_RC = bits_RW8.reshape(high - low, -1)[:, :num_columns].astype(np.float32) - OFFSET
+    bits_RC = bits_RW8.reshape(high - low, -1)[:, :num_columns]  # without padding of the last word
+    numbers_RC = bits_RC.astype(np.float32) - OFFSET
     scales_RG = self.scales.read_rows(low, high).astype(np.float32)
     group_size = num_columns // scales_RG.shape[1]
-    return (numbers_RC * scales_RG.repeat(group_size, axis=1)).astype(DTYPES[self.dtype])
+    scales_RC = scales_RG.repeat(group_size, axis=1)
+    return (numbers_RC * scales_RC).astype(DTYPES[self.dtype])
 
 
 def require_int4(quantization: Mapping[str, Json]) -> None:

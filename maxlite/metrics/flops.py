@@ -50,7 +50,7 @@ class Flops(NamedTuple):
 
 @functools.cache
 def parameter_sizes(model: ModelConfig) -> dict[str, int]:
-  """`sizes` of a model, by an abstract initialization."""
+  """{path: number of elements} of a model's parameters, by an abstract initialization."""
   one = (1,) * len(MESH_AXES)
   mesh = build_mesh(one, one, jax.devices()[:1])
   decoder = Decoder(model, Sharder(mesh))

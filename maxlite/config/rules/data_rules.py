@@ -121,7 +121,7 @@ def schedules(cfg: Config) -> Violations:
     if any(value < 1 for _, value in entries):
       yield Violation([key], "a step needs tokens; write 1 or more")
     if other:
-      yield Violation([key, other], f"{other} have batches of one shape; write {key}=[]")
+      yield Violation([key, other], f"all batches must have one shape there; write {key}=[]")
   if data.batch_size_schedule and data.global_batch_size:
     yield Violation(
       ["batch_size_schedule", "global_batch_size"],

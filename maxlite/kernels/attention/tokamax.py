@@ -85,13 +85,14 @@ def attention(
 
 
 def _key_ranges(mask: AttentionMask, is_aligned: bool) -> _KeyRanges:
-  """The range of keys that each query attends."""
+  """The range of keys that each query attends: from the start of its document or of its window."""
   segment_BS = mask.kv_segment_BS
   row_1S = jnp.arange(segment_BS.shape[1], dtype=jnp.int32)[None]
-  starts_document_BS = jnp.diff(segment_BS, axis=1, prepend=segment_BS[:, :1] - 1) != 0
-  document_BS = jax.lax.cummax(jnp.where(starts_document_BS, row_1S, 0), axis=1)
+  before_first_B1 = segment_BS[:, :1] - 1  # another number, so that the first row is a start
+  is_start_BS = jnp.diff(segment_BS, axis=1, prepend=before_first_B1) != 0
+  document_start_BS = jax.lax.cummax(jnp.where(is_start_BS, row_1S, 0), axis=1)
   num_queries = mask.q_segment_BT.shape[1]
-  start_BT = jax.lax.dynamic_slice_in_dim(document_BS, mask.q_start, num_queries, axis=1)
+  start_BT = jax.lax.dynamic_slice_in_dim(document_start_BS, mask.q_start, num_queries, axis=1)
   if mask.window is not None:
     start_BT = jnp.maximum(start_BT, mask.q_row_BT + 1 - mask.window)
   if is_aligned:

@@ -101,6 +101,7 @@ def choose_tiles(
 
 @functools.cache
 def _fastest(problem: _Problem, spec: TpuSpec) -> Tile:
+  """The tile with the least `_seconds` of those that fit into VMEM."""
   limit = _VMEM_MARGIN * spec.vmem_mib * 2**20
   tiles = itertools.product(_heights(problem.num_rows), _widths(problem.k), _widths(problem.n))
   fitting = [tile for tile in tiles if _vmem_bytes(problem, tile) <= limit]
@@ -152,8 +153,9 @@ def _seconds(problem: _Problem, tile: Tile, spec: TpuSpec) -> float:
     moved = problem.row_bytes * steps * (m * k + m * n)
     moved += problem.sum_bytes * problem.num_groups * problem.k * problem.n
   else:
-    # A whole K stays in VMEM for all tiles of its group.
-    fetches = steps if cuts_k > 1 else problem.num_groups * cuts_n
+    fetches = steps
+    if cuts_k == 1:  # a matrix that K does not cut stays in VMEM for all tiles of its group
+      fetches = problem.num_groups * cuts_n
     moved = problem.row_bytes * (steps * m * k + fetches * k * n + visits * cuts_n * m * n)
   arithmetic = 2 * steps * m * k * n / (spec.peak_tflops * 1e12)
   idle = ceil_div(cuts_n, spec.num_cores) * spec.num_cores / cuts_n
