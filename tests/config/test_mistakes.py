@@ -77,7 +77,7 @@ MISTAKES = (
     ),
     ("sequence_length_schedule=[[0, 100]]",): ("max_target_length=256", "write 64"),
     ("sequence_length_schedule=[[0, 64]]", "sweep={grid: {learning_rate: [1, 2]}}"): (
-      "batches of one shape",
+      "batches must have one shape",
       "write sequence_length_schedule=[]",
     ),
     ("model_name=mixtrall",): ("command line", "model_name=mixtrall", "configs/models"),
