@@ -25,6 +25,7 @@ from maxlite.inference.drafters import (
 from maxlite.inference.sampling import (
   BatchSamplingParams,
   SamplingParams,
+  accepted_tokens,
   keys_at,
   log_probs,
   sample,
@@ -445,7 +446,6 @@ class Engine:
       key_B=state.key_B,
     )
     drafts, draft = self._drafter.propose(params, state.draft, rows)
-
     # The forward pass over the newest token of each row, and the drafts after it.
     token_BT = jnp.concatenate([state.token_B[:, None], drafts.token_BJ], axis=1)
     column_1T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
@@ -455,17 +455,12 @@ class Engine:
     logits_BTV = self._logits(params, x_BTD)
     log_probs_at_positions = jax.vmap(log_probs, in_axes=(1, 1, None), out_axes=1)
     log_p_BTV = log_probs_at_positions(logits_BTV, drafts.seen_BTV, state.sampling)
-
-    # The first drafts are accepted, and one more token is sampled after them.
     first_draft_B = state.length_B + 1
     num_accepted_B, last_token_B = verify(drafts, log_p_BTV, state.key_B, first_draft_B)
-    num_accepted_B1 = num_accepted_B[:, None]
     length_B = state.length_B + jnp.where(is_active_B, 1 + num_accepted_B, 0)
     if self.num_drafts:
       entries = cache.rewind(entries, length_B)
-    drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
-    new_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
-    new_BT = jnp.where(column_1T <= num_accepted_B1, new_BT, NO_TOKEN)
+    new_BT = accepted_tokens(drafts, num_accepted_B, last_token_B, padding=NO_TOKEN)
     step = DecodedStep(
       x_BTD=x_BTD,
       token_BT=new_BT,
@@ -483,14 +478,9 @@ class Engine:
     return self._append_tokens(state, new_BT)
 
   def _append_tokens(self, state: DecodeState, new_BT: jax.Array) -> tuple[DecodeState, jax.Array]:
-    """Count tokens as generated, up to the first stop token or the row's limit.
+    """Count new tokens up to the first stop token or the row's limit, and replace the others.
 
-    Args:
-      state: `remaining_B` and `seen_BV` are updated.
-      new_BT: new tokens of each row, followed by NO_TOKEN.
-
-    Returns:
-      The state, and `new_BT` with NO_TOKEN in place of the tokens that do not count.
+    Return the state, and `new_BT` with NO_TOKEN in place of the tokens that do not count.
     """
     column_1T = jnp.arange(new_BT.shape[1], dtype=jnp.int32)[None]
     is_new_BT = (new_BT != NO_TOKEN) & (column_1T < state.remaining_B[:, None])

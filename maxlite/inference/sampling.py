@@ -278,6 +278,18 @@ def verify(drafts: Drafts, log_p_BTV: jax.Array, key_B: jax.Array, first_B: jax.
   return Verified(num_accepted_B, token_B)
 
 
+def accepted_tokens(
+  drafts: Drafts, num_accepted_B: jax.Array, last_token_B: jax.Array, padding: int
+) -> jax.Array:
+  """Return token_BT: of each row the accepted drafts, the token after them, then padding."""
+  num_drafts = drafts.token_BJ.shape[1]
+  column_1T = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
+  num_accepted_B1 = num_accepted_B[:, None]
+  drafted_BT = jnp.pad(drafts.token_BJ, ((0, 0), (0, 1)))
+  token_BT = jnp.where(column_1T < num_accepted_B1, drafted_BT, last_token_B[:, None])
+  return jnp.where(column_1T <= num_accepted_B1, token_BT, padding)
+
+
 def _at_tokens(log_BJV: jax.Array, token_BJ: jax.Array) -> jax.Array:
   """Return the entries [B, J] of the tokens."""
   return jnp.take_along_axis(log_BJV, token_BJ[..., None], axis=-1)[..., 0]
