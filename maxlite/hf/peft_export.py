@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -44,9 +44,9 @@ def write_adapter(
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
   rules = [*family.outer, *family.block_rules(cfg)]
+  _require_separate_tensors(rules, params)
   mappings = tensor_mappings(_adapter_family(family, cfg), cfg, params)
   names = [mapping.tensor for mapping in mappings]
-  _require_one_adapter_each(names)
   _require_loadable(family, names)
   write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
   alpha: float = cfg.lora.lora_alpha
@@ -97,15 +97,25 @@ def _target_modules(rules: Sequence[TensorRule], tensors: Sequence[str]) -> list
   return sorted(targets)
 
 
-def _require_one_adapter_each(tensors: Sequence[str]) -> None:
-  """Raise UserError for adapters of projections that share a tensor, where peft has one adapter."""
-  for tensor, count in collections.Counter(tensors).items():
-    if count > 1:
-      module = tensor.partition(".lora_")[0].removeprefix(_PREFIX)
-      raise UserError(
-        f"{module} holds {count} projections with adapters, and peft has one adapter for all: use "
-        "to_hf, which merges them"
-      )
+def _require_separate_tensors(rules: Sequence[TensorRule], adapters: Collection[str]) -> None:
+  """Raise UserError for adapters of projections that share a tensor, where peft has one adapter.
+
+  Args:
+    rules: of the model's parameters.
+    adapters: paths of the adapters' parameters.
+  """
+  num_projections: collections.Counter[str] = collections.Counter()  # by tensor
+  for rule in rules:
+    num_projections[rule.theirs] += len(rule.paths)
+  for adapter in adapters:
+    projection = re.sub(r"/lora_[ab]/", "/", adapter)
+    for rule in rules:
+      is_of_rule = any(projection.endswith(f"/{path}") for path in rule.paths)
+      if is_of_rule and num_projections[rule.theirs] > 1:
+        raise UserError(
+          f"{rule.theirs.removesuffix(_WEIGHT)} holds {num_projections[rule.theirs]} projections, "
+          "and peft has one adapter for all: use to_hf, which merges them"
+        )
 
 
 def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:

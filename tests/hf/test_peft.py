@@ -73,7 +73,15 @@ def make_run(root, family, name, trained="lora", *, of_experts=False):
 
 
 WITH_EXPERTS = ("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts")
-CASES = (*FAMILIES, *WITH_EXPERTS)
+# Families in which a tensor of Hugging Face holds several projections with adapters.
+SHARED_TENSORS = {
+  "phi3": "self_attn.qkv_proj holds 3 projections",
+  "qwen3_next": "self_attn.q_proj holds 2 projections",
+  "qwen3_5_text": "self_attn.q_proj holds 2 projections",
+  "qwen3_5_moe_text": "self_attn.q_proj holds 2 projections",
+}
+SEPARATE_TENSORS = [family for family in FAMILIES if family not in SHARED_TENSORS]
+CASES = (*SEPARATE_TENSORS, *WITH_EXPERTS)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -178,6 +186,14 @@ def assert_fails(capsys, folder, root, run, message):
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "out").exists()
+
+
+@pytest.mark.parametrize("family", fast_only(SHARED_TENSORS, "phi3", "qwen3_next"))
+@pytest.mark.parametrize("trained", ["lora", "attention/query/lora"])
+def test_adapters_of_projections_that_share_a_tensor_raise(tmp_path, capsys, family, trained):
+  make_run(tmp_path, family, "tuned", trained)
+  message = f"{SHARED_TENSORS[family]}, and peft has one adapter for all: use to_hf"
+  assert_fails(capsys, FIXTURES / family, tmp_path, "tuned", message)
 
 
 @pytest.mark.slow
