@@ -211,6 +211,8 @@ def _choose_strategy(strategy: str, batches: Sequence[PyTree]) -> tuple[str, str
     return strategy, "as configured"
   platform = jax.default_backend()
   num_phases = len(batches)
+  if num_phases == 1:
+    return "separate", "there is one phase"
   if not same_batch:
     return "separate", "the phases' batches differ"
   if platform == "cpu" or num_phases <= MANY_PROGRAMS:

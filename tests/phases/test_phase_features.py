@@ -106,6 +106,7 @@ def test_every_repetition_draws_other_numbers():
   phase = Phase("fit", ["w"], loss, optax.sgd(1.0), steps=1, repeat_batch=2)
   alternation = Alternation([phase])
   state, (row,) = take(alternation, alternation.init({"w": jnp.zeros(())}), [None])
+  assert alternation.reason == "separate: there is one phase"
   assert abs(state.params["w"] + 2 * row["drawn"]) > 1e-3
 
 
