@@ -24,7 +24,12 @@ class _Chunk(NamedTuple):
 
 
 def loss_row(sums_X: np.ndarray) -> dict[str, float]:
-  """The sums of `document_losses` by name, and bits per byte."""
+  """The sums of `document_losses` by name, and bits per byte.
+
+  Args:
+    sums_X: tokens, bytes, negative log-likelihood [nats], and that of the moving averages if the
+      run has them.
+  """
   num_tokens, num_bytes, nll, *ema_nll = sums_X.tolist()
   row: dict[str, float] = {"tokens": int(num_tokens), "bytes": int(num_bytes), "nll": nll}
   if num_bytes:

@@ -52,15 +52,21 @@ class PairTokenizer:
     self.identity = f"preference {chat.identity} up to {max_length}"
 
   def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
-    """Yield the two documents of each of `preference_documents`; none if one has no answer."""
-    assert not is_open  # pairs are whole
+    """Yield a list per pair: its two documents, none if one of them has no answer.
+
+    Args:
+      pieces: four per pair: the three of `preference_documents`, and the end of the document.
+      is_open: whether the first piece continues a document, which it never does here.
+    """
+    assert not is_open
     for prompt in pieces:
       answers = next(pieces)
       place = next(pieces)
-      next(pieces)  # the end of the document
+      end = next(pieces)
       assert prompt.content is not None
       assert answers.content is not None
       assert place.content is not None
+      assert end.content is None
       chosen, rejected = json.loads(answers.content)
       pair = PreferencePair(json.loads(prompt.content), chosen, rejected)
       encoded = []

@@ -154,7 +154,7 @@ def _cost_of_outer_products(
   dtype: jnp.dtype,
   tile: Tile,
 ) -> StatedCost:
-  """Each tile of columns of one operand reads the other operand again."""
+  """The cost of `sum_outer_products`: each tile of columns of one operand reads the other again."""
   num_in = x_MD.shape[1]
   num_out = dy_MF.shape[1]
   _, tile_in, tile_out = tile

@@ -34,7 +34,10 @@ class FrozenModels(StepTransform):
   def __init__(self, name: str, cfg: Config, mesh: Mesh, folders: Sequence[ModelFolder]):
     """
     Args:
-      name: of the parameters among the inputs of a step; a tuple of those of each model.
+      name: of the models' parameters among the inputs of a step, a tuple with a tree for each.
+      cfg: the config of the run.
+      mesh: the mesh of the run, over which they are sharded.
+      folders: the folder of each model.
     """
     self._name = name
     self._cfg = cfg
