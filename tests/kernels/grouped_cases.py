@@ -36,6 +36,7 @@ class Case(NamedTuple):
 CASES = {
   "uniform": Case(96, 8, 16, (32, 32, 32)),
   "skewed": Case(1200, 5, 7, (3, 1090, 0, 90, 17)),
+  "large_groups": Case(1700, 5, 7, (700, 0, 860)),
   "one_hot": Case(130, 8, 4, (0, 0, 130, 0)),
   "empty_ends": Case(40, 6, 6, (0, 17, 23, 0)),
   "tail": Case(200, 6, 10, (33, 0, 65, 1)),

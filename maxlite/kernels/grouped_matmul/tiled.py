@@ -20,7 +20,7 @@ from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tile
 from maxlite.kernels.numerics import accumulator_dtype, dot
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
 
-SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+LARGEST = (128, 256, 512)  # rows of the largest tile: the first with room for an average group
 SMALL = 8  # rows per tile if groups have fewer on average
 
 Carry = TypeVar("Carry")  # a pytree of arrays
@@ -191,11 +191,17 @@ def _for_tiles_of_group(
 
 
 def _sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
-  """Tile sizes, smallest first."""
+  """Tile sizes, smallest first: quarters of the largest.
+
+  Every size is a copy of the loop's body in the compiled program, so there are few.
+  """
   if num_rows < SMALL * num_groups:
     return (min(SMALL, num_rows),)
-  smaller = tuple(size for size in SIZES if size < num_rows)
-  return smaller or (num_rows,)
+  roomy = [size for size in LARGEST if size * num_groups >= num_rows]
+  largest = min(roomy, default=max(LARGEST))
+  quarter = largest // 4
+  sizes = (quarter, 2 * quarter, 3 * quarter, largest)
+  return tuple(size for size in sizes if size < num_rows) or (num_rows,)
 
 
 def _while(
