@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
-from maxlite.kernels.grouped_mlp import composed, megablox_mlp, tiled
+from maxlite.kernels.grouped_mlp import composed, tiled
 from maxlite.kernels.grouped_mlp.biases import Adapters, Biases
 
 
@@ -49,6 +49,8 @@ def grouped_mlp(
   num_rows = x_M.shape[0]
   is_plain = num_rows > 0 and adapters is None and not quantization
   if backend == "megablox" and is_plain:
+    from maxlite.kernels.grouped_mlp import megablox_mlp  # slow to import, and for TPUs only
+
     return megablox_mlp.grouped_mlp(
       x_M,
       weight_M,
