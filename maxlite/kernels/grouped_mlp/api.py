@@ -27,7 +27,7 @@ def grouped_mlp(
   wo_GFD: jax.Array,
   group_sizes_G: jax.Array,
   *,
-  activation: Callable[..., jax.Array],
+  activation: Callable[..., jax.Array],  # elementwise: len(wi) arrays of one shape -> one
   biases: Biases | None = None,
   adapters: Adapters | None = None,
   backend: str,  # one of GROUPED_MATMUL_BACKENDS
@@ -42,12 +42,10 @@ def grouped_mlp(
     x_M: rows [M, D], or [M, L, 128] with D = 128 L, the form in which TPUs exchange rows.
     group_sizes_G: the sum must not exceed M.
     adapters: low-rank changes of the matrices, of which wi and wo are then the first part.
-    activation: maps len(wi) arrays of one shape to one array, elementwise.
   """
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   _check_shapes(x_M, weight_M, wi_GDF, wo_GFD)
-  num_rows = x_M.shape[0]
-  is_plain = num_rows > 0 and adapters is None and not quantization
+  is_plain = len(x_M) > 0 and adapters is None and not quantization
   if backend == "megablox" and is_plain:
     from maxlite.kernels.grouped_mlp import megablox_mlp  # slow to import, and for TPUs only
 
@@ -63,7 +61,7 @@ def grouped_mlp(
       wo_tiles=wo_tiles,
       interpret=interpret,
     )
-  x_MD = x_M.reshape(num_rows, wo_GFD.shape[2])
+  x_MD = x_M.reshape(len(x_M), wo_GFD.shape[2])
   if backend == "tiled" and is_plain and biases is None:
     y_MD = tiled.grouped_mlp(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
   else:
