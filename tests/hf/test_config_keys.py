@@ -260,17 +260,19 @@ def test_a_removed_or_null_key_leaves_the_logits_or_is_refused(model_type, tmp_p
 def test_any_changed_key_gives_equal_logits_or_is_refused(model_type, tmp_path):
   folder = Folder(model_type, tmp_path / "model")
   base = config_of(model_type)
-  keys = folder.our_keys(base)
-  logits = folder.their_logits(base)
+  # Ours by the keys of maxlite, to which many changes lead.
+  known = {repr(folder.our_keys(base)): folder.their_logits(base)}
   for variant in variants_of(model_type):
-    changed_keys = folder.our_keys(variant.values)
-    if changed_keys is None:
+    keys = folder.our_keys(variant.values)
+    if keys is None:
       continue
     theirs = folder.their_logits(variant.values)
-    ours = logits
-    if theirs is not None and changed_keys != keys:
-      ours = folder.our_logits(variant.values)
-    if theirs is not None and ours is not None:
+    if theirs is None:  # there is no function to compare with
+      continue
+    if repr(keys) not in known:
+      known[repr(keys)] = folder.our_logits(variant.values)
+    ours = known[repr(keys)]
+    if ours is not None:
       assert_close(ours, theirs, variant.name)
 
 
