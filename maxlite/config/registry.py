@@ -342,7 +342,7 @@ GROUPED_MATMUL_BACKENDS = Registry(
   tiled="maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
   megablox="maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
   ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
-  tokamax="maxlite.kernels.grouped_matmul.tokamax:grouped_matmul",
+  mosaic_gpu="maxlite.kernels.grouped_matmul.mosaic_gpu:grouped_matmul",
 )
 
 

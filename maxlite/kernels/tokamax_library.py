@@ -28,16 +28,16 @@ def is_installed() -> bool:
   return importlib.util.find_spec("tokamax") is not None
 
 
-def import_tokamax(key: str) -> ModuleType:
+def import_tokamax() -> ModuleType:
   """The package.
 
   Raises:
-    UserError: it is not installed; `key` is the config key that selects it.
+    UserError: it is not installed.
   """
   if not is_installed():
     raise UserError(
-      f"{key}=tokamax: the package tokamax is not installed; install it with "
-      f"pip install 'maxlite[cuda]' (Python 3.12 or later), or write {key}=auto"
+      "attention=tokamax: the package tokamax is not installed; install it with "
+      "pip install 'maxlite[cuda]' (Python 3.12 or later), or write attention=auto"
     )
   _drop_warnings_of_tuning()
   return importlib.import_module("tokamax")
@@ -84,7 +84,7 @@ def import_attention() -> AttentionModules:
   """
   modules = find_attention()
   if modules is None:
-    tokamax = import_tokamax("attention")
+    tokamax = import_tokamax()
     raise UserError(
       f"attention=tokamax: tokamax {tokamax.__version__} has not the masks that documents need; "
       "install tokamax 0.0.17, or write attention=auto"

@@ -8,18 +8,39 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
-from maxlite.kernels.grouped_matmul import megablox, tokamax
+from maxlite.kernels.grouped_matmul import megablox, mosaic_gpu
 from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
 from maxlite.kernels.grouped_matmul.tiles import Tiles
 
+
+def multiply_by_xla(x_MD, w_GDF, group_sizes_G, transpose):
+  """`Programs.multiply` of mosaic_gpu.py; undefined rows are NaN."""
+  if transpose:
+    w_GDF = w_GDF.swapaxes(1, 2)
+  y_MF = jax.lax.ragged_dot(x_MD, w_GDF, group_sizes_G)
+  row_M1 = np.arange(x_MD.shape[0])[:, None]
+  return jnp.where(row_M1 < group_sizes_G.sum(), y_MF, np.nan)
+
+
+def sum_outer_products_by_xla(x_MD, dy_MF, group_sizes_G):
+  """`Programs.sum_outer_products` of mosaic_gpu.py."""
+  numbers = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  return jax.lax.ragged_dot_general(x_MD, dy_MF, group_sizes_G, numbers)
+
+
+XLA_PROGRAMS = mosaic_gpu.Programs(multiply_by_xla, sum_outer_products_by_xla)
 # Hardware kernels: in interpret mode, or by the operations of XLA that replace them on CPUs.
 INTERPRETED = {
   "megablox": functools.partial(megablox.grouped_matmul, interpret=True),
-  "tokamax": functools.partial(tokamax.grouped_matmul, implementation="xla"),
+  "mosaic_gpu": functools.partial(mosaic_gpu.grouped_matmul, programs=XLA_PROGRAMS),
 }
 NARROW_ONLY = frozenset(INTERPRETED)  # they have no float64
 
@@ -77,9 +98,6 @@ MULTIPLY |= INTERPRETED
 
 
 def multiplier(backend, tiles=DEFAULT_TILES):
-  if backend == "tokamax":
-    reason = "tokamax, which needs Python 3.12, is not installed"
-    pytest.importorskip("tokamax", reason=reason)
   return Multiplier(MULTIPLY[backend], tiles)
 
 

@@ -1,27 +1,26 @@
 """tokamax's kernels: what the adapters refuse, and compilation for absent GPUs.
 
-Results on CPUs, by tokamax's XLA operations: test_attention.py and test_grouped_matmul.py.
+Results on CPUs, by tokamax's XLA operations: test_attention.py.
 """
 
 import functools
-import importlib.util
 import logging
-import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_cases import make_case
-from jax.sharding import SingleDeviceSharding
+from absent_gpus import (
+  compile_gradients,
+  count_kernels,
+  needs_compiler,
+  trace_for_absent_gpu,
+)
 
 from maxlite.config.errors import UserError
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import tokamax as attention_kernels
 from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
-from maxlite.kernels.grouped_matmul import tokamax as matmul_kernels
-from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES
 
 needs_tokamax = pytest.mark.skipif(
   not tokamax_library.is_installed(), reason="tokamax, which needs Python 3.12, is not installed"
@@ -38,11 +37,6 @@ def attend_ones(dtype):
   mask = AttentionMask(segment_BT, segment_BT, 0, None)
   ones_BTHC = jnp.ones((1, 8, 2, 16), dtype)
   return attend(mask, ones_BTHC, ones_BTHC, ones_BTHC)
-
-
-def multiply(dtype):
-  arrays = make_case("tail", dtype)
-  return matmul_kernels.grouped_matmul(arrays.x_MD, arrays.w_GDF, arrays.sizes_G, DEFAULT_TILES)
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -78,16 +72,12 @@ def test_the_stated_cost_counts_the_visible_scores(window, num_visible):
 def test_float32_is_an_error():
   with pytest.raises(UserError, match="attention=tokamax does not support float32; write dtype"):
     attend_ones(jnp.float32)
-  with pytest.raises(UserError, match="matmul=tokamax does not support float32; write dtype"):
-    multiply(jnp.float32)
 
 
 @needs_tokamax
 def test_a_cpu_is_an_error():
   with pytest.raises(UserError, match=r"attention=tokamax: Not supported on cpu\. Write"):
     attend_ones(jnp.bfloat16)
-  with pytest.raises(UserError, match=r"matmul=tokamax: Unsupported GPU .*\. Write"):
-    multiply(jnp.bfloat16)
 
 
 def test_a_missing_package_is_an_error(monkeypatch):
@@ -95,8 +85,6 @@ def test_a_missing_package_is_an_error(monkeypatch):
   monkeypatch.setattr(tokamax_library, "find_attention", lambda: None)
   with pytest.raises(UserError, match="attention=tokamax: the package tokamax is not installed; "):
     attend_ones(jnp.bfloat16)
-  with pytest.raises(UserError, match="grouped_matmul=tokamax: the package tokamax is not"):
-    multiply(jnp.bfloat16)
 
 
 @needs_tokamax
@@ -118,41 +106,6 @@ def test_warnings_of_untuned_shapes_are_dropped(caplog):
   assert "cache miss" not in caplog.text
 
 
-# A GpuTargetConfigProto in text form, from XLA's sources.
-TARGET_CONFIG = os.environ.get("MAXLITE_GPU_TARGET_CONFIG", "")
-needs_compiler = pytest.mark.skipif(
-  not TARGET_CONFIG or importlib.util.find_spec("jax_cuda13_plugin") is None,
-  reason="needs the jax-cuda13-plugin, and a target config that MAXLITE_GPU_TARGET_CONFIG names",
-)
-
-
-@pytest.fixture
-def device():
-  """An absent GPU that programs are compiled for."""
-  from jax.experimental import topologies
-
-  target = pathlib.Path(TARGET_CONFIG).expanduser().read_text()
-  topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-  with jax.default_device(topology.devices[0]):
-    yield topology.devices[0]
-
-
-def compile_gradients(device, function, shapes):
-  """The program of a function's value and gradients for bfloat16 operands."""
-  placement = SingleDeviceSharding(device)
-  structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement) for shape in shapes]
-
-  def gradients(*operands):
-    result, vjp = jax.vjp(function, *operands)
-    return result, vjp(jnp.ones_like(result))
-
-  return jax.jit(gradients).lower(*structs).compile()
-
-
-def count_kernels(compiled):
-  return compiled.as_text().count('custom_call_target="mosaic_gpu')
-
-
 # Positions, query heads, key/value heads, channels of keys and of values, window, soft cap.
 ATTENTION_SHAPES = {
   "llama3.1-8b": (8192, 32, 8, 128, 128, None, 0.0),
@@ -166,7 +119,7 @@ ATTENTION_SHAPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 4])
 @pytest.mark.parametrize("name", ATTENTION_SHAPES)
-def test_attention_compiles_without_a_block_of_scores_in_memory(device, name, part):
+def test_attention_compiles_without_a_block_of_scores_in_memory(name, part):
   """Of all queries, and of a part of them, as on a shard of the context axis."""
   num_keys, num_heads, num_groups, num_channels, num_values, window, cap = ATTENTION_SHAPES[name]
   num_queries = num_keys // part
@@ -180,25 +133,9 @@ def test_attention_compiles_without_a_block_of_scores_in_memory(device, name, pa
     (1, num_keys, num_groups, num_channels),
     (1, num_keys, num_groups, num_values),
   ]
-  compiled = compile_gradients(device, jax.checkpoint(function, policy=policy), shapes)
+  with trace_for_absent_gpu():
+    compiled = compile_gradients(jax.checkpoint(function, policy=policy), shapes)
   assert count_kernels(compiled) == 3  # forward, gradient of queries, gradients of keys and values
   query_bytes = 2 * np.prod(shapes[0])
   key_bytes = 2 * num_keys * num_heads * (num_channels + num_values)
   assert compiled.memory_analysis().temp_size_in_bytes <= 4 * (query_bytes + key_bytes)
-
-
-@needs_tokamax
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("num_rows", "num_in", "num_out", "num_groups"),
-  [(49_152, 2048, 1408, 64), (16_384, 4096, 14_336, 8), (1000, 1, 100, 4)],
-)
-def test_grouped_matmul_compiles_to_three_kernels(device, num_rows, num_in, num_out, num_groups):
-  sizes_G = np.full(num_groups, num_rows // num_groups, np.int32)
-
-  def run(x_MD, w_GDF):
-    return matmul_kernels.grouped_matmul(x_MD, w_GDF, sizes_G, DEFAULT_TILES)
-
-  shapes = [(num_rows, num_in), (num_groups, num_in, num_out)]
-  assert count_kernels(compile_gradients(device, run, shapes)) == 3

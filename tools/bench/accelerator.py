@@ -28,7 +28,7 @@ PARTS = (
   ("attention tokamax", 120),
   ("attention splash", 120),
   ("attention chunked", 90),
-  ("grouped_matmul tokamax", 90),
+  ("grouped_matmul mosaic_gpu", 90),
   ("grouped_matmul megablox", 90),
   ("grouped_mlp", 60),
   ("exchange", 120),

@@ -25,14 +25,23 @@ from maxlite.kernels.tokamax_library import is_installed
 
 ON_CPU = jax.default_backend() == "cpu"
 # Kernels for one platform; on a CPU they are interpreted, or replaced by XLA's operations.
-KERNELS_OF = {"splash": "tpu", "megablox": "tpu", "tokamax": "gpu", "cudnn": "gpu"}
+KERNELS_OF = {
+  "splash": "tpu",
+  "megablox": "tpu",
+  "tokamax": "gpu",
+  "mosaic_gpu": "gpu",
+  "cudnn": "gpu",
+}
 ON_CPUS = {"tokamax": {"implementation": "xla"}}  # others: interpret=True
+GPUS_ONLY = ("mosaic_gpu", "cudnn")
 # What backends do not support.
 WITHOUT_FEATURES = ("dot_product", "cudnn")
 WITHOUT_SINKS = ("tokamax",)
-NARROW_ONLY = ("tokamax", "cudnn")  # on GPUs
+NARROW_ONLY = ("tokamax", "mosaic_gpu", "cudnn")  # on GPUs
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
 ROUNDS = 5
+# How often a kernel computes the same; races show as different bits.
+REPETITIONS = 5
 
 ATTENTION_SIZES = {
   "grouped heads": AttentionSize(2, 512, 8, 2, 64, 64),
@@ -300,7 +309,7 @@ def use_kernel(registry: Registry, backend: str) -> None:
     sys.exit()
   if runs_here(backend):
     return
-  if not ON_CPU or backend == "cudnn":
+  if not ON_CPU or backend in GPUS_ONLY:
     print(f"SKIPPED for {KERNELS_OF[backend].upper()}s only", flush=True)
     sys.exit()
   options = ON_CPUS.get(backend, {"interpret": True})
@@ -322,26 +331,32 @@ def compare(
 ) -> None:
   """Adds a row: differences of run(backend, ...) from float32, relative to each largest entry.
 
-  An error is a row too, so that the next case is tried.
+  A kernel whose results are not the same bits every time has a race. An error is a row too, so that
+  the next case is tried.
   """
   wide = [x.astype(jnp.float32) for x in operands]
   try:
     # Float32 operands of products are not rounded to TensorFloat-32 or bfloat16.
     with jax.default_matmul_precision("highest"):
-      reference = jax.jit(functools.partial(run, "reference"))
-      kernel_function = jax.jit(functools.partial(run, backend))
-      want = jax.device_get(reference(wide))
-      got = jax.device_get(kernel_function(operands))
+      want = jax.device_get(compile_quickly(functools.partial(run, "reference"))(wide))
+      kernel_function = compile_quickly(functools.partial(run, backend))
+      results = [jax.device_get(kernel_function(operands)) for _ in range(REPETITIONS)]
   except Exception as error:  # any failure becomes one line of the table
     traceback.print_exc()
     add_row("agreement", kernel, title, dtype, "", "", "", f"FAILED: {first_line(error)}")
     return
+  got = results[0]
   value = difference(got[0], want[0])
   gradients = 0.0
   for x, y in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
     gradients = max(gradients, difference(x, y))
   limit = LIMITS[dtype]
-  result = "agrees" if max(value, gradients) <= limit else "DIFFERS"
+  if not all(equal_bits(got, other) for other in results):
+    result = "DIFFERS from run to run"
+  elif max(value, gradients) <= limit:
+    result = "agrees"
+  else:
+    result = "DIFFERS"
   add_row(
     "agreement",
     kernel,
@@ -351,6 +366,20 @@ def compare(
     f"{gradients:.1e}",
     f"{limit:g}",
     result,
+  )
+
+
+def compile_quickly(function: Callable) -> Callable:
+  """A compiled function; XLA does not try which of its own programs are fastest on a GPU."""
+  if jax.default_backend() != "gpu":
+    return jax.jit(function)
+  return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def equal_bits(tree: Any, other: Any) -> bool:
+  """Whether the arrays of two trees are equal; NaN equals NaN."""
+  return bool(
+    jax.tree.all(jax.tree.map(functools.partial(np.array_equal, equal_nan=True), tree, other))
   )
 
 

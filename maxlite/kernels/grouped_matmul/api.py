@@ -14,12 +14,11 @@ from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 from maxlite.kernels.hardware import BLACKWELL, HOPPER, Hardware
 from maxlite.kernels.quantized import quantized_grouped_matmul
-from maxlite.kernels.tokamax_library import is_installed
 
 # By platform; for GPUs see resolve_backend.
 AUTO = {"cpu": "tiled", "tpu": "megablox", "other": "ragged_dot"}
 # Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
-WITHOUT_VMA = frozenset({"megablox", "tokamax"})
+WITHOUT_VMA = frozenset({"megablox", "mosaic_gpu"})
 
 
 def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
@@ -29,11 +28,10 @@ def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
     UserError: there is no such backend.
   """
   if name == "auto" and hardware.platform == "gpu":
-    # tokamax has no kernel for sums of outer products on later GPUs.
     is_hopper = HOPPER <= hardware.compute_capability < BLACKWELL
     is_narrow = jnp.dtype(dtype).itemsize == 2
-    if is_hopper and is_narrow and is_installed():
-      return "tokamax"
+    if is_hopper and is_narrow:
+      return "mosaic_gpu"
   return registry.resolve_backend(
     "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, hardware.platform
   )
