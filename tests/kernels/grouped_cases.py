@@ -19,6 +19,8 @@ from maxlite.kernels.grouped_matmul.tiles import Tiles
 
 def multiply_by_xla(x_MD, w_GDF, group_sizes_G, transpose):
   """`Programs.multiply` of mosaic_gpu.py; undefined rows are NaN."""
+  for num_items in (*x_MD.shape, *w_GDF.shape[1:]):
+    assert num_items % 64 == 0, "the kernels need multiples of 64"
   if transpose:
     w_GDF = w_GDF.swapaxes(1, 2)
   y_MF = jax.lax.ragged_dot(x_MD, w_GDF, group_sizes_G)
@@ -27,13 +29,13 @@ def multiply_by_xla(x_MD, w_GDF, group_sizes_G, transpose):
 
 
 def sum_outer_products_by_xla(x_MD, dy_MF, group_sizes_G):
-  """`Programs.sum_outer_products` of mosaic_gpu.py."""
-  numbers = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([0], [0]), ([], [])),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-  )
-  return jax.lax.ragged_dot_general(x_MD, dy_MF, group_sizes_G, numbers)
+  """`Programs.sum_outer_products` of mosaic_gpu.py; as there, other groups' rows are times 0."""
+  stop_G1 = jnp.cumulative_sum(group_sizes_G)[:, None]
+  start_G1 = stop_G1 - group_sizes_G[:, None]
+  row_1M = np.arange(x_MD.shape[0])[None]
+  is_in_group_GM = (start_G1 <= row_1M) & (row_1M < stop_G1)
+  x_GMD = x_MD[None] * is_in_group_GM[:, :, None].astype(x_MD.dtype)
+  return jnp.einsum("gmd,mf->gdf", x_GMD, dy_MF)
 
 
 XLA_PROGRAMS = mosaic_gpu.Programs(multiply_by_xla, sum_outer_products_by_xla)
