@@ -222,6 +222,7 @@ def replicated(trainer_of):
   return before, after, rows
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, replicated):
   """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
   before, expected, expected_rows = replicated
