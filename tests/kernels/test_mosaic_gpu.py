@@ -95,7 +95,7 @@ def test_other_devices_are_an_error():
 
 
 def test_the_devices_of_jax_are_as_before_if_a_kernel_fails():
-  """JAX's kernel is told of another device than those that are attached."""
+  """The device of JAX's kernel may be another one than those that are attached."""
   devices = jax.devices
   x_MD = jnp.ones((64, 64), jnp.bfloat16)
   with pytest.raises(AttributeError):  # a CPU has no number of multiprocessors

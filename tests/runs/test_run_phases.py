@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 import trees
-from slow_cases import slow
 from tiny import (
   ROWS,
   VOCAB,
@@ -143,7 +142,8 @@ def test_switch_strategy_gives_the_same_numbers(trainer_of, alternated):
     np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-7, err_msg=path)
 
 
-@pytest.mark.parametrize("accumulate", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_phase_of_all_parameters_equals_a_run_without_phases(trainer_of, accumulate):
   keys = {
     **MESH,

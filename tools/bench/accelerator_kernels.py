@@ -370,7 +370,7 @@ def compare(
 
 
 def compile_quickly(function: Callable) -> Callable:
-  """A compiled function; XLA does not try which of its own programs are fastest on a GPU."""
+  """A compiled function; on a GPU, XLA does not measure which of its programs are fastest."""
   if jax.default_backend() != "gpu":
     return jax.jit(function)
   return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
