@@ -213,6 +213,28 @@ def test_loss_and_gradients_equal_the_reference_in_float64(trainer_of, degrees):
     np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6, err_msg=module)
 
 
+def two_steps(trainer, before):
+  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
+  return after.params, rows
+
+
+@pytest.mark.parametrize(
+  ("family", "mesh"),
+  [
+    ({}, "data=2 context=2 tensor=2"),
+    slow(DEEPSEEK, "data=2 context=2 expert=2"),
+  ],
+  ids=str,
+)
+def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, family, mesh):
+  """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
+  keys = KEYS | family
+  replicated = trainer_of(**keys, **REPLICATED)
+  before = jax.device_get(replicated.init_state())
+  sharded = trainer_of(**keys, **mesh_keys(mesh), gradient_accumulation_steps=2)
+  assert_same_steps(two_steps(sharded, before), two_steps(replicated, before))
+
+
 @pytest.fixture(scope="module")
 def replicated(trainer_of):
   """(state before, state after and metrics of two steps) where every device computes all."""
@@ -220,16 +242,6 @@ def replicated(trainer_of):
   before = jax.device_get(trainer.init_state())
   after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
   return before, after, rows
-
-
-@pytest.mark.slow
-def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, replicated):
-  """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
-  before, expected, expected_rows = replicated
-  keys = KEYS | DEEPSEEK | mesh_keys("data=2 context=2 expert=2")
-  trainer = trainer_of(**keys, gradient_accumulation_steps=2)
-  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
-  assert_same_steps((after.params, rows), (expected.params, expected_rows))
 
 
 def bias_of(state, layer):
