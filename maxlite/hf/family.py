@@ -202,6 +202,9 @@ class HfFamily:
   nested_in: str = ""
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
+  # Whether peft fuses the adapters of separate experts, as transformers does their weights.
+  # Otherwise it ignores those adapters.
+  peft_fuses_experts: bool = True
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
   def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:

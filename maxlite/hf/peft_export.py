@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 
 from maxlite.config.errors import UserError
-from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
@@ -23,6 +22,7 @@ _KERNEL = "kernel"  # the last part of a parameter's path
 _WEIGHT = ".weight"  # the end of a tensor's name
 _RANK = "z"  # the axis of the adapter's rank
 _EXPERT_MODULES = (".gate_proj", ".up_proj", ".down_proj")
+_FUSED_WITH = {"wi_0": "wi_1", "wi_1": "wi_0"}  # experts' projections that have one tensor in peft
 _NUMBER = "{expert}"  # the number of an expert in the name of a tensor
 
 
@@ -44,10 +44,13 @@ def write_adapter(
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
   rules = [*family.outer, *family.block_rules(cfg)]
+  fuses_experts = _fuses_experts(family, rules)
+  _require_loadable_experts(family, fuses_experts, params)
   _require_separate_tensors(rules, params)
   mappings = tensor_mappings(_adapter_family(family, cfg), cfg, params)
   names = [mapping.tensor for mapping in mappings]
-  _require_loadable(family, names)
+  if fuses_experts:
+    _require_no_other_mlps(names)
   write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
   alpha: float = cfg.lora.lora_alpha
   if alpha == int(alpha):
@@ -118,14 +121,44 @@ def _require_separate_tensors(rules: Sequence[TensorRule], adapters: Collection[
         )
 
 
-def _require_loadable(family: HfFamily, tensors: Sequence[str]) -> None:
+def _fuses_experts(family: HfFamily, rules: Sequence[TensorRule]) -> bool:
+  """Return whether each expert has tensors, and peft fuses the adapters of these."""
+  return family.peft_fuses_experts and any(_NUMBER in rule.theirs for rule in rules)
+
+
+def _require_loadable_experts(
+  family: HfFamily, fuses_experts: bool, adapters: Collection[str]
+) -> None:
+  """Raise UserError for adapters of routed experts that peft would ignore or could not load.
+
+  Args:
+    adapters: paths of the adapters' parameters.
+  """
+  of_experts = [adapter for adapter in adapters if not adapter.endswith(f"/{_KERNEL}")]
+  if of_experts and not fuses_experts:
+    raise UserError(
+      "to_peft cannot export adapters of the routed experts of model_type "
+      f"{family.model_type!r}: use to_hf, which merges them, or train with lora_experts=false"
+    )
+  for adapter in of_experts:
+    parent, _, name = adapter.rpartition("/")
+    other = _FUSED_WITH.get(name)
+    if other and f"{parent}/{other}" not in adapters:
+      raise UserError(
+        f"peft loads adapters of the routed experts' {name} only with those of {other}, which "
+        "were not trained: train both, with train: ['.*moe/lora_.*'], or use to_hf, which merges "
+        "them"
+      )
+
+
+def _require_no_other_mlps(tensors: Sequence[str]) -> None:
   """Raise UserError for adapters that peft, by their names, would apply to experts."""
   modules = [tensor.partition(".lora_")[0] for tensor in tensors]
   of_experts = []
   for module in modules:
     if module.endswith(_EXPERT_MODULES) and ".experts." not in module:
       of_experts.append(module)
-  if of_experts and MODELS[family.decoder_block].is_moe:
+  if of_experts:
     raise UserError(
       f"peft takes {of_experts[0].removeprefix(_PREFIX)} for a projection of experts and cannot "
       "load it: train adapters of attention and of routed experts alone, with train: "

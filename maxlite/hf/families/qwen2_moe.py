@@ -75,5 +75,6 @@ QWEN2_MOE = dataclasses.replace(
   checks_layer_types=True,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
+  peft_fuses_experts=False,
 )
 FAMILIES = (QWEN2_MOE,)

@@ -259,6 +259,7 @@ QWEN3_5_MOE = dataclasses.replace(
   extra_to_hf=_mixture_to_hf,
   nested_in="qwen3_5_moe",
   alternatives=FUSED_EXPERTS,
+  peft_fuses_experts=False,
   unread=("intermediate_size", "mamba_ssm_dtype"),
 )
 FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
