@@ -226,13 +226,18 @@ def layered_rope_from_hf(hf: ConfigJson, local_theta: float | None) -> JsonObjec
       "default and 1.0 there: choose another checkpoint"
     )
   timescale = local_keys["rope_max_timescale"]
+  require_local_timescale(timescale)
+  if keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale:
+    timescale = 0.0
+  return keys | {"local_rope_max_timescale": timescale}
+
+
+def require_local_timescale(timescale: float) -> None:
+  """Raise UserError for a base of local layers below 1; our key for 0 has another meaning."""
   if timescale < 1:
     raise UserError(
       f"config.json has rope_theta={timescale} in rope_parameters.{LOCAL}: write a number from 1"
     )
-  if keys["rope_type"] == "default" and keys["rope_max_timescale"] == timescale:
-    timescale = 0.0
-  return keys | {"local_rope_max_timescale": timescale}
 
 
 def layered_rope_to_hf(cfg: ModelConfig) -> JsonObject:

@@ -23,6 +23,10 @@ from maxlite.config.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
 
+NO_LOCAL_BASE = {
+  "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+  "sliding_attention": {"rope_type": "default", "rope_theta": 0.0},
+}
 TRUNCATED = config_of("gpt_oss")["rope_parameters"] | {"truncate": None}
 # (model_type, removed key, other keys, our keys that follow)
 MEANINGS = [
@@ -124,6 +128,7 @@ REFUSED = [
   ("gemma4_text", {"vocab_size_per_layer_input": 41}, "vocab_size_per_layer_input=41"),
   ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "has per_layer_config"),
   ("gemma4_text", {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}}, "has per_layer_config"),
+  ("gemma4_text", {"rope_parameters": NO_LOCAL_BASE}, "rope_theta=0.0 in rope_parameters.sliding"),
   ("gemma4_text", {"rope_theta": 77.0}, "has rope_theta, which maxlite does not read"),
   ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "has mlp_layer_types"),
   ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),

@@ -18,7 +18,7 @@ from maxlite.hf.family import (
   TensorRule,
   mlp,
 )
-from maxlite.hf.hf_rope import GLOBAL, LOCAL, dict_of
+from maxlite.hf.hf_rope import GLOBAL, LOCAL, dict_of, require_local_timescale
 
 PER_LAYER_EMBED = (
   TensorRule(
@@ -199,6 +199,7 @@ def _rope_from_hf(hf: ConfigJson) -> JsonObject:
     part.require_no_others(())
   ropes.require_no_others(())
   local_timescale = parts[LOCAL]["timescale"]
+  require_local_timescale(local_timescale)
   if local_timescale == parts[GLOBAL]["timescale"]:
     local_timescale = 0.0
   return {
