@@ -64,6 +64,9 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
       result = f"failed: {' '.join(error.cmd[1:])} |"
       num_failed += 1
+    except (OSError, ValueError) as error:  # of transformers, for an export that it cannot load
+      result = f"failed: {str(error).splitlines()[0]} |"
+      num_failed += 1
     print(f"| `{model_type}` | {result}", flush=True)
   return min(num_failed, 1)
 
@@ -83,6 +86,8 @@ def check(model_type: str, out: Path) -> str:
   shell.run("-m", "maxlite.generate", BASE, run, f"prompt={PROMPT}", "max_new_tokens=8")
   shell.run("-m", "maxlite.convert", "to_hf", run, f"output_path={export}")
   error = logits_error(out / "runs" / f"{model_type}_run", export)
+  if not error <= TOLERANCE:
+    raise ValueError(f"the logits of the export differ by {error:.0e} of the largest")
   losses = re.findall(r"loss +([\d.]+)  lr", trained)
   (eval_loss,) = re.findall(r"eval_loss ([\d.]+)", evaluated)
   return f"{' '.join(losses)} | {eval_loss} | {error:.0e} |"
@@ -93,11 +98,12 @@ class Shell:
 
   def __init__(self, cwd: Path, log: Path) -> None:
     self._cwd = cwd
-    self._log = log.open("w", encoding="utf-8")
+    self._log = log
+    log.unlink(missing_ok=True)
 
   def run(self, *args: str) -> str:
     """Return what the command prints; raise CalledProcessError if it fails."""
-    self._log.write(f"$ python {' '.join(args)}\n")
+    self._append(f"$ python {' '.join(args)}\n")
     flags = " ".join(f"--{name}={value}" for name, value in FAST.items())
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     process = subprocess.run(
@@ -109,10 +115,13 @@ class Shell:
       text=True,
       check=False,
     )
-    self._log.write(process.stdout)
-    self._log.flush()
+    self._append(process.stdout)
     process.check_returncode()
     return process.stdout
+
+  def _append(self, text: str) -> None:
+    with self._log.open("a", encoding="utf-8") as log:
+      log.write(text)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -138,7 +147,10 @@ def logits_error(run: Path, export: Path) -> float:
   tokens_BT = np.array([tokenizer.encode(PROMPT * 4)])
   model, params = maxlite.load(run)
   ours_BTV = np.asarray(jax.jit(model.apply, compiler_options=FAST)(params, tokens_BT))
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
+  auto = transformers.AutoModelForCausalLM
+  # Not in transformers' table of causal models.
+  auto.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True)
+  theirs = auto.from_pretrained(export)
   with torch.no_grad():
     theirs_BTV = theirs(input_ids=torch.tensor(tokens_BT), use_cache=False).logits.numpy()
   return float(np.abs(ours_BTV - theirs_BTV).max() / np.abs(theirs_BTV).max())
