@@ -92,12 +92,13 @@ def test_sums_over_many_batches_are_not_rounded(trainer_of):
 def test_only_keys_on_the_command_line_change_the_config_of_a_run(finished, tmp_path):
   file = tmp_path / "other.yml"
   file.write_text(f"base_output_directory: {finished[0]}\nrun_name: run\neval_steps: 7\n")
-  argv = [str(file), "decode_sampling_temperature=0.25"]
+  argv = [str(file), "decode_sampling_temperature=0.25", "prompt=not_a_file.yml"]
   cfg = load_config(argv, needs_data=False)
   assert cfg.observe.eval_steps == 7
   saved = config_of_run(argv)
   assert saved.observe.eval_steps == 2
   assert saved.generate.decode_sampling_temperature == 0.25
+  assert saved.generate.prompt == "not_a_file.yml"
   assert saved.model == config_of(**keys_in(finished[0])).model
 
 
