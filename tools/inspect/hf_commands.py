@@ -5,7 +5,8 @@ python tools/inspect/hf_commands.py [--out FOLDER] [MODEL_TYPE ...]
 `transformers` writes each model, and a tokenizer whose tokens are single characters is added. The
 model is imported, trained for a few steps, evaluated, and asked for a completion. Its export is
 loaded by `transformers`, whose logits are compared with those of the run. Prints a row for each
-model; FOLDER/MODEL_TYPE.log has the commands and what they print. Exits with 1 if one fails.
+model; FOLDER/MODEL_TYPE.log has the commands and what they print. Replaces the files of
+an earlier call. Exits with 1 if one fails.
 
 Needs `pip install -e .[hf]`. Three minutes for each model on a CPU core, mostly of compilation.
 """
@@ -13,6 +14,7 @@ Needs `pip install -e .[hf]`. Three minutes for each model on a CPU core, mostly
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,6 +77,9 @@ def check(model_type: str, out: Path) -> str:
   """Run all commands on a new model and return the cells of its row."""
   folder = out / model_type
   export = out / f"{model_type}_export"
+  run_folder = out / "runs" / f"{model_type}_run"
+  for earlier in (folder, export, run_folder):
+    shutil.rmtree(earlier, ignore_errors=True)
   shell = Shell(out, out / f"{model_type}.log")
   script = ROOT / "tools" / "fixtures" / "hf_parity.py"
   shell.run(str(script), "--only-models", "--out", str(out), model_type)
@@ -85,7 +90,7 @@ def check(model_type: str, out: Path) -> str:
   evaluated = shell.run("-m", "maxlite.evaluate", BASE, run, "eval_steps=2")
   shell.run("-m", "maxlite.generate", BASE, run, f"prompt={PROMPT}", "max_new_tokens=8")
   shell.run("-m", "maxlite.convert", "to_hf", run, f"output_path={export}")
-  error = logits_error(out / "runs" / f"{model_type}_run", export)
+  error = logits_error(run_folder, export)
   if not error <= TOLERANCE:
     raise ValueError(f"the logits of the export differ by {error:.0e} of the largest")
   losses = re.findall(r"loss +([\d.]+)  lr", trained)
