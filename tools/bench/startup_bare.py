@@ -45,12 +45,14 @@ def rotate(x_BTHC: jax.Array) -> jax.Array:
 
 
 class Attention(nn.Module):
+  num_kv_heads: int = NUM_KV_HEADS
+
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     query = nn.DenseGeneral((NUM_HEADS, HEAD_DIM), use_bias=False, name="query")(x_BTD)
-    key = nn.DenseGeneral((NUM_KV_HEADS, HEAD_DIM), use_bias=False, name="key")(x_BTD)
-    value = nn.DenseGeneral((NUM_KV_HEADS, HEAD_DIM), use_bias=False, name="value")(x_BTD)
-    heads_per_kv = NUM_HEADS // NUM_KV_HEADS
+    key = nn.DenseGeneral((self.num_kv_heads, HEAD_DIM), use_bias=False, name="key")(x_BTD)
+    value = nn.DenseGeneral((self.num_kv_heads, HEAD_DIM), use_bias=False, name="value")(x_BTD)
+    heads_per_kv = NUM_HEADS // self.num_kv_heads
     key_BSHC = jnp.repeat(rotate(key), heads_per_kv, axis=2)
     value_BSHC = jnp.repeat(value, heads_per_kv, axis=2)
     logits_BHTS = jnp.einsum("bthc,bshc->bhts", rotate(query), key_BSHC) / HEAD_DIM**0.5

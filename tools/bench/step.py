@@ -4,9 +4,9 @@
 
 Dense and mixture-of-experts decoders of width 256, 4 layers, 8 heads and vocabulary 512, on 4 x 256
 tokens with AdamW and clipping. References: a plain JAX function of only the dense model's matmuls,
-forward and backward (no norm, softmax, activation or optimizer), and, if torch is installed, the
-dense model in eager PyTorch. All alternate within each round, so that changes of the machine's
-speed affect them equally; figures are medians.
+forward and backward (no norm, softmax, activation or optimizer); the whole dense step in bare Flax
+(plain_step.py); and, if torch is installed, the dense model in eager PyTorch. All alternate within
+each round, so that changes of the machine's speed affect them equally; figures are medians.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from plain_step import whole_step
 from rich.console import Console
 from rich.table import Table
 
@@ -97,6 +98,7 @@ def build_candidates(dense: Config, moe: Config) -> dict[str, Candidate]:
   narrow = with_dtype(dense, "bfloat16")
   candidates = {
     "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
+    "whole": Candidate("bare Flax, whole dense step", whole_step(dense)),
     "dense": trainer_candidate("maxlite dense, float32", dense),
     "dense_bf16": trainer_candidate("maxlite dense, bfloat16", narrow),
     "moe": trainer_candidate("maxlite MoE, float32", moe),
