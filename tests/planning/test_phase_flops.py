@@ -25,6 +25,8 @@ KEYS = {
   "base_mlp_dim": 96,
   "lora_rank": 4,
   "logits_chunk_tokens": 4096,
+  "base_num_decoder_layers": 2,
+  "scan_layers": True,
   "scan_unroll": 1,
   "attention": "reference",
 }

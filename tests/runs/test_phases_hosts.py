@@ -18,7 +18,7 @@ def keys_of(folder):
   lines = [json.dumps({"text": f"{n} is {n}"}) for n in range(99)]
   path.write_text("\n".join(lines) + "\n")
   phases = [
-    "{name: fit, train: [layers/.*], steps: 3}",
+    "{name: fit, train: [layers_0/.*], steps: 3}",
     (
       f"{{name: own, train: [unembed/.*], steps: 2, dataset_type: jsonl, dataset_path: {path}, "
       "global_batch_size: 8}"

@@ -27,6 +27,7 @@ FACTOR = 0.5
 KEYS = {
   "decoder_block": "llama",
   "base_num_decoder_layers": 1,
+  "scan_layers": True,
   "mtp_num_layers": J,
   "mtp_loss_scaling_factor": FACTOR,
 }
@@ -34,6 +35,7 @@ KEYS = {
 DEEPSEEK = {
   "decoder_block": "deepseek",
   "base_num_decoder_layers": 2,
+  "scan_layers": True,
   "first_num_dense_layers": 1,
   "kv_lora_rank": 8,
   "qk_nope_head_dim": 4,
@@ -221,7 +223,7 @@ def two_steps(trainer, before):
 @pytest.mark.parametrize(
   ("family", "mesh"),
   [
-    ({}, "data=2 context=2 tensor=2"),
+    slow({}, "data=2 context=2 tensor=2"),
     slow(DEEPSEEK, "data=2 context=2 expert=2"),
   ],
   ids=str,
@@ -250,6 +252,7 @@ def bias_of(state, layer):
   return module["moe"]["router"]["bias"]
 
 
+@pytest.mark.slow
 def test_the_experts_of_the_layers_are_balanced_too(replicated):
   before, after, rows = replicated
   lengths = document_lengths(batch_of(0))
@@ -291,6 +294,7 @@ def test_evaluation_reports_the_acceptance_of_every_layer(trainer_of):
     assert count == sum(max(length - 2 - j, 0) for length in lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("trained", [slow(".*"), "mtp/.*"])
 def test_flops_equal_those_of_the_compiled_step(trained):

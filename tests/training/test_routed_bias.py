@@ -17,6 +17,8 @@ from maxlite.training.routed_bias import move_routed_biases
 RATE = 0.003
 KEYS = {
   "routed_bias": "true",
+  "base_num_decoder_layers": 2,
+  "scan_layers": True,
   "routed_bias_update_rate": RATE,
   "router": "sigmoid_group_topk",
   "adam_weight_decay": 0.1,
@@ -82,6 +84,7 @@ def test_bias_increases_for_underloaded_experts(before, three_steps):
     assert load_N[0] == load_N[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES[1], slow(MESHES[2])])
 def test_bias_is_bitwise_equal_on_every_mesh_and_device(trainer_of, before, three_steps, mesh):
   expected, _ = three_steps

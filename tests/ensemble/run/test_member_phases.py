@@ -18,7 +18,7 @@ from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.runs.run import run_training
 
 PHASES = (
-  "{name: a, train: [layers/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "
+  "{name: a, train: [layers_0/.*], steps: 1}, {name: b, train: [unembed/.*], steps: 1, "
   "optimizer: lion, gradient_accumulation_steps: 2}"
 )
 PHASED = (
@@ -79,6 +79,7 @@ def test_members_with_equal_phases_are_one_group():
   assert group_members(programs) == [[0, 1], [2], [3], [4]]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_group_is_of_the_phase_that_is_due():
   """Each member's loss and parameters, over a change of the phase, are those of its solo run."""
   entries = f"[{{phases: [{PHASES}]}}, {{phases: [{PHASES}], init_weights_seed: 5}}]"
