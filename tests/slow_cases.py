@@ -1,7 +1,7 @@
 """Cases of parametrized tests that only `-m slow` runs.
 
-Every value of every parameter is in a case of the default tests, or in those of the test that a
-comment names. docs/correctness.md has the command that runs the others.
+The default tests run some cases of every test, cheap ones where there are such; tools/slow_tests.sh
+runs the others.
 """
 
 from collections.abc import Iterable

@@ -60,6 +60,7 @@ def interrupted(runs_folder):
   return folder, recorder, run, output
 
 
+@pytest.mark.slow
 def test_a_run_from_python_equals_that_of_the_command(finished, interrupted):
   folder, _, run, output = interrupted
   assert "resuming from the checkpoint of step 4" in output

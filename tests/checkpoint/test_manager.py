@@ -448,6 +448,7 @@ def start_process(script, folder, argument):
   return subprocess.Popen(command, text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_a_failed_write_surfaces_at_the_next_call(tmp_path):
   folders = {call: tmp_path / call / "checkpoints" for call in ("save", "wait", "close")}
   processes = [start_process(FILL_DISK, folder, call) for call, folder in folders.items()]

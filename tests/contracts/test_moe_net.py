@@ -1,6 +1,6 @@
 """Losses and gradients equal the dense reference for every mesh, dispatch, backend and routing.
 
-The fast tests use two meshes; layers/moe/test_moe_block.py has every dispatch. The slow test covers
+The fast test uses one mesh; layers/moe/test_moe_block.py has every dispatch. The slow test covers
 every mesh of eight devices with every dispatch, and cycles through the other choices:
 
   tools/test.sh -m slow tests/contracts/test_moe_net.py
@@ -12,6 +12,7 @@ import math
 import numpy as np
 import pytest
 from moe_net import DISPATCHES, FAMILIES, ROUTINGS, Net, Variant
+from slow_cases import slow
 
 from maxlite.sharding import MESH_AXES
 
@@ -29,16 +30,18 @@ def mesh(**degrees: int) -> tuple[int, ...]:
   return tuple(degrees.get(axis, 1) for axis in MESH_AXES)
 
 
-FAST = [
+VARIANTS = [
   Variant(mesh(expert=4, fsdp=2), "ragged", "tiled", "deepseek", True, True, 3),
-  Variant(
-    mesh(expert=2, tensor=2, context=2),
-    "all_gather",
-    "ragged_dot",
-    "mixtral with adapters",
-    remat=False,
-    scan=False,
-    context="ring",
+  slow(
+    Variant(
+      mesh(expert=2, tensor=2, context=2),
+      "all_gather",
+      "ragged_dot",
+      "mixtral with adapters",
+      remat=False,
+      scan=False,
+      context="ring",
+    )
   ),
 ]
 
@@ -78,7 +81,7 @@ def check(net: Net, variant: Variant, routing: str) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("variant", FAST, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_step_equals_the_dense_reference(variant, routing, net):
   check(net, variant, routing)
 

@@ -11,6 +11,7 @@ from slow_cases import slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 @pytest.mark.parametrize("kind", [slow("text"), "jsonl"])
 def test_memory_grows_far_less_than_the_data(kind):

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import trees
 from families import largest_error
+from slow_cases import slow
 from tiny import compilations
 
 from maxlite.config.errors import UserError
@@ -276,7 +277,8 @@ def test_states_of_other_members_are_one_line(strategy):
     ensembles["sgd"].load_states({"b": states["sgd"]["a"]})
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["stacked", slow("switched")])
 def test_random_keys_in_the_optimizer_state_are_those_of_a_solo_run(strategy):
   def noisy(seed):
     return optax.chain(optax.add_noise(0.1, 0.5, seed), optax.sgd(0.1))
@@ -318,6 +320,7 @@ def test_an_unknown_member_is_an_error_that_names_it():
     ensemble.member_params(state, "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("script", "printed"),
   [
@@ -401,6 +404,7 @@ class DocumentedMlp(nn.Module):
     return nn.Dense(1)(x_BD)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("page", ["README.md", "docs/ensembles.md"])
 def test_the_first_lines_of_the_pages_run(page, tmp_path):
   """The first block that creates an `Ensemble`, and the line with a rate per member."""

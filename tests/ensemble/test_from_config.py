@@ -52,6 +52,7 @@ def test_the_first_key_that_a_stack_cannot_have_is_named():
   assert describe_difference(first, second) == "base_mlp_dim is 32 in a, and 48 in b"
 
 
+@pytest.mark.slow
 def test_every_number_of_the_optimizer_may_differ_in_a_stack():
   """Learning rates of five steps, the first losses, and the parameters, beside solo runs."""
   members = (

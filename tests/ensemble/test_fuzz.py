@@ -13,6 +13,7 @@ import optax
 import pytest
 from families import largest_error
 from fuzz_operations import ACTIVATIONS, OPERATIONS
+from slow_cases import fast_only
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -183,7 +184,7 @@ def check(number: int, strategies: tuple[str, ...], most: int, change: str = "")
       assert error <= TOLERANCE, f"step {n} of {where}"
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", fast_only(CHANGES, "ragged", "dtype"))
 def test_drawn_members_equal_plain_loops(change):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     check(CHANGES.index(change), STRATEGIES, most=1, change=change)

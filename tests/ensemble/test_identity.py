@@ -62,6 +62,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("pair", PAIRS)
 def test_members_with_different_fields_equal_solo_runs(pair):
   optimizer = optax.sgd(0.1)

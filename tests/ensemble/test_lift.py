@@ -101,6 +101,7 @@ def decoder(mesh_shape, family):
   return Decoder(cfg.model, Sharder(Mesh(devices, MESH_AXES)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh_shape", [(1,) * 6, pytest.param((2, 1, 2, 1, 2, 1), marks=pytest.mark.slow)]
 )

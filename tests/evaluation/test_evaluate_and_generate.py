@@ -169,6 +169,7 @@ def generation_error(finished, capsys, *overrides):
   return line
 
 
+@pytest.mark.slow
 def test_reports_of_compilation_do_not_interrupt_a_completion(finished, monkeypatch):
   monkeypatch.setattr(waits, "FIRST_SECONDS", 0.01)
   argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text"]

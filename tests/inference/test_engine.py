@@ -32,6 +32,7 @@ def test_greedy_decoding_equals_uncached_decoding_with_more_requests_than_rows(t
   assert completions_of(two_rows, greedy_requests()) == expected
 
 
+@pytest.mark.slow
 def test_a_sharded_engine_gives_the_same_completions(greedy):
   sharded = greedy.engine(4, fsdp=2, expert=2, tensor=2)
   assert completions_of(sharded, greedy_requests()) == greedy.expected()
@@ -81,6 +82,7 @@ def test_requests_compile_nothing_after_compile_ahead(two_rows):
   assert engine.compile_seconds == seconds
 
 
+@pytest.mark.slow
 def test_a_request_compiles_nothing_after_compile_for(greedy):
   engine = greedy.engine(1)
   (request,) = greedy_requests()[:1]
@@ -90,6 +92,7 @@ def test_a_request_compiles_nothing_after_compile_for(greedy):
   assert engine.compile_seconds == seconds
 
 
+@pytest.mark.slow
 def test_larger_growth_of_prompts_compiles_fewer_programs(greedy):
   engine = greedy.engine(2, padding={"min_prompt_length": 2, "prompt_growth": 5})
   engine.compile_ahead()

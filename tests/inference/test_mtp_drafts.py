@@ -88,6 +88,7 @@ def completions_of(engine):
   return tiny.completions_of(engine, tiny.greedy_requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_rows", "num_drafts", "keys", "degrees"),
   [
@@ -137,6 +138,7 @@ def accepted_lengths(params, prompt, completion):
   return lengths
 
 
+@pytest.mark.slow
 def test_a_step_accepts_the_drafts_that_the_layers_get_right(params, engine_of):
   found = []
   for index, prompt in enumerate(tiny.PROMPTS):

@@ -151,6 +151,7 @@ def three_drafts(params, greedy):
   return engine_of(params, 2, 3, greedy.stop_token)
 
 
+@pytest.mark.slow
 def test_greedy_completions_equal_those_without_drafts(three_drafts, greedy):
   assert tiny.completions_of(three_drafts, tiny.greedy_requests()) == greedy.expected()
 
@@ -163,6 +164,7 @@ def test_greedy_completions_on_a_mesh_and_with_fewer_drafts_than_heads(params, g
   assert tiny.completions_of(one_draft, tiny.greedy_requests()) == greedy.expected()
 
 
+@pytest.mark.slow
 def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(three_drafts):
   requests = [
     GenerationRequest(tiny.PROMPTS[0], 9, SamplingParams(temperature=1.5), seed)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trees
+from slow_cases import slow
 
 from maxlite.kernels.gated_delta import chunked, reference
 from maxlite.kernels.gated_delta.inputs import DeltaInputs
@@ -59,7 +60,7 @@ def positions(inputs: DeltaInputs, span: slice) -> DeltaInputs:
 STARTS = [(0, 3), (0, 8), (1, 15), (1, 16), (1, 17)]
 
 
-@pytest.mark.parametrize("num_positions", [1, 7, 8, 29])
+@pytest.mark.parametrize("num_positions", [1, slow(7), slow(8), 29])
 @pytest.mark.parametrize("starts", [[], STARTS], ids=["one document", "documents"])
 def test_chunks_equal_the_recurrence(num_positions, starts):
   starts = [(row, position) for row, position in starts if position < num_positions]

@@ -17,6 +17,7 @@ from absent_gpus import (
 )
 from grouped_cases import XLA_PROGRAMS, Case, assert_close, fill_case, make_case, oracle
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from slow_cases import fast_only
 
 from maxlite.config.errors import UserError
 from maxlite.kernels.grouped_matmul import mosaic_gpu
@@ -47,7 +48,7 @@ def run_kernel(function, *operands):
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of rows without a group
-@pytest.mark.parametrize("name", INTERPRETED_CASES)
+@pytest.mark.parametrize("name", fast_only(INTERPRETED_CASES, "inside_of_blocks"))
 def test_the_kernels_equal_one_product_per_group(name):
   case = INTERPRETED_CASES[name]
   arrays = fill_case(case, jnp.bfloat16)

@@ -113,7 +113,7 @@ def value_and_gradients(function, params, x_BTD):
     slow(0, "one device"),
     slow(4, "data fsdp tensor"),
     (4, "context expert fsdp"),
-    (0, "context tensor"),
+    slow(0, "context tensor"),
   ],
 )
 def test_values_and_gradients_equal_the_formulas(sharders, q_lora_rank, mesh):

@@ -133,6 +133,7 @@ def test_values_and_gradients_equal_those_of_one_device(
     assert_equal(got, reference_results(num_groups, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("strategy", "is_local", "window"), [("ring", True, 11), slow("ulysses", False, 0)]
 )
@@ -166,6 +167,7 @@ def test_every_shard_of_the_ring_computes_as_many_pairs_of_chunks(num_shards, wi
   assert every_chunk == set(range(2 * num_shards))
 
 
+@pytest.mark.slow
 def test_gathered_keys_in_the_future_are_skipped(build_sharder):
   sharder = build_sharder({"context": 4})
   shape = (1, 1024, 4, 8)

@@ -116,6 +116,7 @@ def changes(factor, **keys):
     return activation_changes(cfg, num_steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "keys",
   [

@@ -81,6 +81,7 @@ def uninterrupted():
   return jax.device_get(state), rows
 
 
+@pytest.mark.smoke
 def test_a_to_b_and_c_equals_two_handwritten_functions(uninterrupted):
   params, losses = by_hand(12)
   state, rows = uninterrupted
@@ -115,6 +116,7 @@ def test_untrained_parameters_are_listed():
   assert a_to_b_and_c().untrained(make_params()) == ["d/bias", "d/kernel"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", ["separate", "switch"])
 def test_changes_of_phase_compile_nothing(strategy, monkeypatch):
   tiny = {"a": jnp.ones(()), "b": jnp.ones(())}
@@ -198,6 +200,7 @@ def save_and_restore(folder, alternation, state, params):
   return restored[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("killed_after", "following"), [(3, "fit"), (6, "match")])
 def test_restored_state_resumes_bit_for_bit(killed_after, following, tmp_path, uninterrupted):
   before = a_to_b_and_c()
@@ -246,6 +249,7 @@ partitions = st.lists(
 
 
 # No shrinking of failing examples: every example compiles.
+@pytest.mark.smoke
 @settings(max_examples=2, deadline=None, derandomize=True, phases=[Stage.generate])
 @given(
   parts=partitions,
@@ -367,6 +371,7 @@ def test_the_documentation_contains_the_script():
   assert code in (DOCS / "alternating.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("script", "arguments", "says"),
   [

@@ -49,6 +49,7 @@ def payloads(found, kinds):
   return {axes: size for axes, size in sums.items() if size > least}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("mesh", "keys"),
   [

@@ -63,6 +63,7 @@ def test_scanned_and_unscanned_layers_have_equal_flops(trainer_of, flops):
   assert flops == pytest.approx(unscanned, rel=0.02)
 
 
+@pytest.mark.slow
 def test_remat_increases_flops_and_reduces_memory(trainer_of, trainer, flops):
   (needed,) = trainer.flops_per_step
   remade = trainer_of(**LOOP, remat_policy="full")

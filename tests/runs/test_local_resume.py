@@ -52,6 +52,7 @@ class Crashing(Output):
     return super().write(text)
 
 
+@pytest.mark.slow
 def test_a_crashed_run_resumes_from_its_local_checkpoint(finished, folder):
   keys = {"local_checkpoint_directory": folder / "local", "local_checkpoint_period": 1}
   keys |= {"checkpoint_period": 6}

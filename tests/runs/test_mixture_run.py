@@ -29,6 +29,7 @@ def mixtures(tmp_path_factory):
   return [json.dumps(entries).replace('"', "") for entries in (two, three)]
 
 
+@pytest.mark.slow
 def test_a_run_whose_mixture_is_extended_equals_one_that_had_it_from_the_start(mixtures, folder):
   two, three = mixtures
   interrupted = folder / "interrupted"

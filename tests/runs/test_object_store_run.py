@@ -44,6 +44,7 @@ def store(request):
   return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["bucket", slow("gcs_bucket")], indirect=True)
 def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, store):
   output, rows = start_on(store, folder, steps=4)
@@ -57,6 +58,7 @@ def test_a_run_on_a_store_is_resumed_and_equals_a_local_run(finished, folder, st
   assert {"config.yml", "config.1.yml", "metrics.jsonl", "curves.png"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [slow("bucket"), "gcs_bucket"], indirect=True)
 def test_a_copied_run_falls_back_from_damaged_and_unfinished_checkpoints(finished, folder, store):
   copy_to(store, finished[0])

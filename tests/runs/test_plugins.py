@@ -50,6 +50,7 @@ def new_process(monkeypatch):
   forget()
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_its_run_is_opened_without_naming_it(tmp_path, monkeypatch):
   monkeypatch.chdir(EXAMPLE.parent)
   phases = [{"name": "all", "train": [".*"], "loss": "confident", "steps": 1}]

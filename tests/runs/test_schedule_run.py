@@ -20,6 +20,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_with_schedules_resumes_exactly_and_counts_its_tokens(folder):
   keys = SCHEDULES | {"decoder_block": "llama", "base_num_decoder_layers": 1}
   whole = folder / "whole"

@@ -54,6 +54,7 @@ def completions(run):
   return [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_completions_are_those_of_the_checkpoints_parameters(run):
   rows = completions(run)
   losses = run.metrics["eval_loss"]
@@ -67,6 +68,7 @@ def test_completions_are_those_of_the_checkpoints_parameters(run):
   assert not found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_drops_completions_of_later_steps(run, tmp_path):
   rows = [{"step": step, "prompt": "a", "text": "b"} for step in (1, 2, 2, 3, 4)]
   file = tmp_path / "completions.jsonl"
@@ -77,6 +79,7 @@ def test_a_resumed_run_drops_completions_of_later_steps(run, tmp_path):
   assert [json.loads(line) for line in file.read_text().splitlines()] == rows[:3]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_config_the_plots_and_the_completions(run):
   data = b"".join(path.read_bytes() for path in (run.folder / "tensorboard").iterdir())
   names = (b"eval_loss", b"config/text_summary", b"completions/text_summary", b"curves")

@@ -42,6 +42,7 @@ def test_watchdog_exits_with_the_stacks_of_all_threads():
   assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   keys = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": -1, "replica_check_period": 2}
   keys |= {"decoder_block": "llama", "base_num_decoder_layers": 1, "gradient_accumulation_steps": 1}

@@ -231,6 +231,7 @@ def one_step():
   return state, after.params, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("mesh", "num_micro"),
   [
@@ -252,6 +253,7 @@ def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro)
     np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path):
   trainer, state = dense
   rows = packed(draw_pairs(0))
@@ -276,6 +278,7 @@ def write_lines(file, records):
   file.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   pairs = [{"prompt": f"{n}", "chosen": f"{n}", "rejected": f"{n + 1}"} for n in range(40)]
   write_lines(folder / "pairs.jsonl", pairs)

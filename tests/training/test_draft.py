@@ -309,6 +309,7 @@ def has_moved(before, after):
   return jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)
 
 
+@pytest.mark.slow
 def test_each_phase_changes_only_its_part(replicated, trainer):
   moved = has_moved(replicated.before.params, replicated.matched.params)
   assert moved.pop("draft_head") == {"kernel": True}
@@ -331,6 +332,7 @@ def assert_same_phases(got, want):
   assert_same_steps((got.joint, got.rows), (want.joint, want.rows))
 
 
+@pytest.mark.slow
 def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, replicated):
   mesh = mesh_keys("data=2 context=2 tensor=2")
   trainer = trainer_of(**KEYS, **mesh, gradient_accumulation_steps=2)

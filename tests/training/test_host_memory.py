@@ -31,6 +31,7 @@ def train(trainer, state, seeds):
   return state, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_offloaded", [slow(True), False])
 def test_training_resumes_across_the_switch_bit_for_bit(trainer_with, tmp_path, saved_offloaded):
   trainer = trainer_with(saved_offloaded)

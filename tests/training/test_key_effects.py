@@ -40,6 +40,7 @@ def expected_loss(trainer, first_state):
   return held_out_loss(trainer, first_state)
 
 
+@pytest.mark.slow
 def test_implementation_keys_do_not_change_the_step(trainer_of, trainer, first_state):
   expected, expected_params = one_step(trainer, first_state)
   other = trainer_of(decoder_block="mixtral", scan_unroll=2, attention_block_q=5)

@@ -28,6 +28,8 @@ KEYS = {
   "routed_bias": True,
   "ema_decay": 0.9,
   "router_jitter": 0.1,
+  "base_num_decoder_layers": 1,
+  "scan_layers": "false",
   "max_target_length": LENGTH,
   "per_device_batch_size": 16,
 }
@@ -94,6 +96,7 @@ def assert_same_bits(got: object, want: object) -> None:
   [
     slow("float32", "data=2 expert=4", ACCUMULATED),
     slow("float64", "data=2 expert=4", ACCUMULATED),
+    ("float32", "expert=4 fsdp=2", {}),
     slow("float64", "expert=4 fsdp=2", {}),
   ],
 )
@@ -122,10 +125,12 @@ RUN = KEYS | {
   "ici_fsdp_parallelism": 2,
   "ici_expert_parallelism": 4,
   "gradient_accumulation_steps": 1,
+  "data_shuffle_seed": 2,
 }
-RUN_FACTOR = 2.125
+RUN_FACTOR = 1.5625  # which steps 2, 4, 6, 7 and 8 exceed
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_bits_of_the_worst_case(folder, capfd):
   """Checkpoints, held-out losses and the end of an interrupted run wait for replays."""
   bounded = RUN | {"ragged_buffer_factor": RUN_FACTOR}

@@ -82,6 +82,7 @@ def test_micro_batches_add_up_to_the_batch(trainer_of, before, three_steps):
 SLICES = mesh_keys("data=2 fsdp=2 tensor=2") | {"gradient_accumulation_steps": 4}
 
 
+@pytest.mark.slow
 def test_slices_accumulate_gradients_to_those_of_the_batch(trainer_of, before, three_steps):
   """With a loss that is not linear in its sums; contracts/test_moe_net.py has the linear ones."""
   trainer = trainer_of(**SLICES, **BALANCED)
@@ -211,6 +212,7 @@ def test_the_learning_rate_schedule_counts_updates_not_steps(trainer, before):
   assert len(set(expected)) == 3
 
 
+@pytest.mark.slow
 def test_router_jitter_differs_between_steps(trainer_of, before):
   trainer = trainer_of(**MESH, **JITTER)
 

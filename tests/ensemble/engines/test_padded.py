@@ -21,6 +21,7 @@ def padded(models, optimizer=OPTIMIZER):
   return members, ensemble
 
 
+@pytest.mark.slow
 def test_padded_members_equal_members_trained_alone():
   members, ensemble = padded([MLP((3, 4)), MLP((5, 4)), MLP((5, 2))])
   state = ensemble.init(batch(0))

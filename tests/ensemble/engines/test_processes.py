@@ -92,6 +92,7 @@ def engines(stream):
   return ENSEMBLE_STRATEGIES["submesh"](request), ENSEMBLE_STRATEGIES["processes"](request)
 
 
+@pytest.mark.slow
 def test_killed_workers_change_no_bit_and_all_workers_exit(caplog):
   """One dies before its first snapshot, one resumes from its second snapshot."""
   stream = batches()
@@ -125,6 +126,7 @@ def test_a_worker_that_cannot_be_started_is_an_error(tmp_path):
   worker.close()
 
 
+@pytest.mark.slow
 def test_own_batches_and_states_of_another_engine():
   """The first steps in this process, the others in workers."""
   stream = batches(3)

@@ -41,6 +41,7 @@ def programs_of(keys: dict, mesh: str) -> list:
   return [builder.build(member, placement) for member in members_of(cfg)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES]
 )

@@ -109,6 +109,7 @@ def train_alone_once():
   return functools.cache(alone)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("family", "strategy", "num_devices"), CASES)
 def test_members_equal_members_trained_alone(
   train_together, train_alone_once, family, strategy, num_devices
@@ -233,7 +234,7 @@ class Segments(nn.Module):
     return nn.Dense(1)(sums_GB.T)
 
 
-@pytest.mark.parametrize("module", [Slots, Segments])
+@pytest.mark.parametrize("module", [Slots, slow(Segments)])
 def test_members_that_index_by_different_sizes(module):
   members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]
   ensemble = Ensemble(members, loss, devices=jax.devices()[:1])

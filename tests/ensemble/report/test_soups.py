@@ -117,12 +117,14 @@ def params_of(folder):
   return jax.device_get(params)
 
 
+@pytest.mark.slow
 def test_members_start_from_the_loaded_parameters(trained):
   first = params_of(WEIGHTS)
   still = params_of(trained / "members" / "still")
   trees.assert_equal_leaves(still, first)
 
 
+@pytest.mark.slow
 def test_a_soup_is_exported_bitwise_and_is_on_the_leaderboard(trained):
   assert command.main(["export", str(trained), "member=fast,still", "run_name=soup"]) == 0
   soup = params_of(trained.parent / "soup")
@@ -138,6 +140,7 @@ def test_a_soup_is_exported_bitwise_and_is_on_the_leaderboard(trained):
   assert "| greedy soup of " in leaderboard
 
 
+@pytest.mark.slow
 def test_a_soup_of_an_unknown_member_is_one_line(trained, capsys):
   with pytest.raises(SystemExit):
     command.main(["export", str(trained), "member=fast,none"])
@@ -159,6 +162,7 @@ def test_a_soup_of_other_models_is_one_line(tmp_path, capsys, key):
   assert not (tmp_path / "soup").exists()
 
 
+@pytest.mark.slow
 def test_parameters_of_other_shapes_are_one_line(trained):
   keys = [*KEYS, "base_mlp_dim=64", "ensemble_strategy=auto"]
   keys += ["ici_ensemble_parallelism=1", "ici_fsdp_parallelism=-1"]

@@ -141,6 +141,7 @@ PROBED = {
 
 
 # The others are slow to compile; test_strategies.py tests all of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", fast_only(CASES, "fused"))
 def test_members_equal_their_solo_runs(root, alone, fused, strategy):
   members, mesh = CASES[strategy]
@@ -170,6 +171,7 @@ def start_separately(folder: Path, members: str, process: int, count: int = 2, *
   return code, output.getvalue()
 
 
+@pytest.mark.slow
 def test_separate_processes_train_their_own_members(root, alone):
   """One after the other; the last one is process 0, which writes the leaderboard."""
   folder = root / "separate"
@@ -240,6 +242,7 @@ def stop_after_3(folder):
   assert "stopped by SIGTERM" in output
 
 
+@pytest.mark.smoke
 def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   whole, *_ = fused
   folder = root / "interrupted"
@@ -358,6 +361,7 @@ def test_a_diverging_member_is_frozen_and_does_not_affect_the_others(root):
     assert checksums(folder, name) == checksums(calm, name)
 
 
+@pytest.mark.slow
 def test_halving_stops_all_but_the_best_members(root, fused):
   folder = root / "halving"
   keys = FUSED | {"asha_reduction_factor": 2, "asha_min_steps": 2}

@@ -260,6 +260,7 @@ def test_members_that_pause_equal_solo_runs_also_after_an_interruption(root):
   assert checksums(root / "whole", finished) == checksums(root / "stopped", finished)
 
 
+@pytest.mark.slow
 def test_a_diverged_member_is_a_result_and_not_a_failure(root):
   folder = root / "diverging"
   keys = {"max_skipped_steps": 1, "warmup_steps_fraction": 0}

@@ -138,6 +138,7 @@ def test_copies_have_the_bits_of_the_donor():
   trees.assert_equal_leaves(others(copied), want)
 
 
+@pytest.mark.slow
 def test_a_population_keeps_its_lineage(population):
   folder, output = population
   rows = lineage_of(folder)
@@ -207,6 +208,7 @@ def saved(folder, name, step, abstract):
   return restored
 
 
+@pytest.mark.slow
 def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(population, data, tmp_path):
   folder, _ = population
   stream = data.train_stream()
@@ -234,6 +236,7 @@ def test_members_equal_solo_runs_and_copies_those_from_the_donors_state(populati
   jax.tree.map(close, copy["opt_state"].inner_state, state.opt_state)
 
 
+@pytest.mark.slow
 def test_a_population_killed_after_an_exchange_is_resumed_bit_for_bit(root, population):
   whole, _ = population
   folder = root / "killed"
