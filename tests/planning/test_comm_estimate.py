@@ -22,6 +22,7 @@ from maxlite.planning.plan_target import PlanTarget
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
+SCANNED = {"base_num_decoder_layers": 2, "scan_layers": True, "scan_unroll": 1}
 LLAMA = {"decoder_block": "llama"}
 GATHERS = ("all-gather",)
 EXCHANGES = ("all-to-all", "ragged-all-to-all")
@@ -33,7 +34,7 @@ def target_of(trainer_of):
   """A function from a mesh, degrees of slices and other keys to a target."""
 
   def build(mesh, slices=None, **keys):
-    trainer = trainer_of(**mesh_keys(mesh), **keys)
+    trainer = trainer_of(**mesh_keys(mesh), **(SCANNED | keys))
     return PlanTarget(trainer, "cpu", slices or {})
 
   return build

@@ -21,7 +21,13 @@ CASES = [
   slow("mixtral", "fsdp=8"),
   slow("mixtral", "fsdp=4 tensor=2"),
 ]
-KEYS = {"z_loss_multiplier": 1e-3, "router_jitter": 0.2}
+KEYS = {
+  "base_num_decoder_layers": 2,
+  "scan_layers": True,
+  "scan_unroll": 1,
+  "z_loss_multiplier": 1e-3,
+  "router_jitter": 0.2,
+}
 LOSSES = {
   "llama": {"loss", "z_loss", "total_loss"},
   "mixtral": {"loss", "z_loss", "total_loss", "load_balance_loss", "router_z_loss"},

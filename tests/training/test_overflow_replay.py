@@ -28,8 +28,6 @@ KEYS = {
   "routed_bias": True,
   "ema_decay": 0.9,
   "router_jitter": 0.1,
-  "base_num_decoder_layers": 1,
-  "scan_layers": "false",
   "max_target_length": LENGTH,
   "per_device_batch_size": 16,
 }
