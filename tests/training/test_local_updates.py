@@ -121,7 +121,9 @@ def test_one_local_step_of_sgd_is_data_parallelism_of_decoders(mesh, without, ke
 def with_sgd(**keys):
   """(trainer, state, step) of a run whose optimizer is plain SGD."""
   trainer = build_trainer(config_of(**keys))
-  objective = dataclasses.replace(trainer.objectives[0], tx=optax.sgd(RATE))
+  # A schedule, because the step reports the learning rate by its count.
+  sgd = optax.sgd(optax.constant_schedule(RATE))
+  objective = dataclasses.replace(trainer.objectives[0], tx=sgd)
   trainer = dataclasses.replace(trainer, objectives=[objective])
   everywhere = jax.sharding.NamedSharding(trainer.mesh, jax.P())
   state = jax.jit(trainer.init, out_shardings=everywhere)(np.uint32(0))
