@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run what tools/test.sh leaves out: the slow tests on the newest JAX, then all tests of ensembles and
-# phases on the oldest that is supported, on which CI runs only the smoke tests. It takes hours;
-# arguments, such as paths of tests, go to pytest and replace the second part.
+# phases on the oldest that is supported, on which CI runs only the smoke tests.
+# Arguments, such as paths of tests, go to pytest and replace the second part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/venv.sh
