@@ -202,9 +202,9 @@ class HfFamily:
   nested_in: str = ""
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
-  # Whether peft fuses the adapters of separate experts, as transformers does their weights.
-  # Otherwise it ignores those adapters.
-  peft_fuses_experts: bool = True
+  # Rules of routed experts in place of those of `block`, if peft knows only the tensors in which
+  # transformers holds all experts.
+  peft_experts: Sequence[TensorRule] = ()
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
 
   def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:
@@ -362,6 +362,14 @@ def experts(
     TensorRule("moe/wi_0", f"{theirs}.experts.{{expert}}.{gate}.weight", "e d f -> f d"),
     TensorRule("moe/wi_1", f"{theirs}.experts.{{expert}}.{up}.weight", "e d f -> f d"),
     TensorRule("moe/wo", f"{theirs}.experts.{{expert}}.{down}.weight", "e f d -> d f"),
+  )
+
+
+def fused_experts(theirs: str) -> tuple[TensorRule, ...]:
+  """Return the rules of gated experts of which two tensors hold all."""
+  return (
+    TensorRule(("moe/wi_0", "moe/wi_1"), f"{theirs}.gate_up_proj", "g e d f -> e (g f) d"),
+    TensorRule("moe/wo", f"{theirs}.down_proj", "e f d -> e d f"),
   )
 
 

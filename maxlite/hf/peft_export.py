@@ -9,10 +9,18 @@ from pathlib import Path
 import jax
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
 from maxlite.hf.hf_folder import TensorFile, write_json
+from maxlite.hf.peft_experts import (
+  TargetParameter,
+  is_of_all_experts,
+  joint_adapters,
+  peft_rules,
+  target_parameters,
+)
 from maxlite.hf.tensor_mapping import EXPERT, axis_layout, tensor_mappings
 
 CONFIG = "adapter_config.json"
@@ -43,45 +51,76 @@ def write_adapter(
   Raises:
     UserError: an adapter has no tensor in this family, or peft cannot load it.
   """
-  rules = [*family.outer, *family.block_rules(cfg)]
-  fuses_experts = _fuses_experts(family, rules)
-  _require_loadable_experts(family, fuses_experts, params)
+  block = peft_rules(family, cfg)
+  targets = target_parameters(block, params)
+  block = [rule for rule in block if not is_of_all_experts(rule)]
+  rules = [*family.outer, *block]
   _require_separate_tensors(rules, params)
-  mappings = tensor_mappings(_adapter_family(family, cfg), cfg, params)
+  has_separate_experts = any(_NUMBER in rule.theirs for rule in block)
+  if has_separate_experts:
+    _require_both_projections(params)
+  else:
+    params, read = joint_adapters(params, read)
+  mappings = tensor_mappings(_adapter_family(family, block, targets), cfg, params)
   names = [mapping.tensor for mapping in mappings]
-  if fuses_experts:
+  if has_separate_experts:
     _require_no_other_mlps(names)
   write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
+  config = _peft_config(cfg, base, _target_modules(rules, names), targets)
+  write_json(directory / CONFIG, config)
+
+
+def _peft_config(
+  cfg: ModelConfig, base: str, target_modules: list[str], targets: Sequence[TargetParameter]
+) -> JsonObject:
+  """Return the content of adapter_config.json."""
+  rank = cfg.lora.lora_rank
   alpha: float = cfg.lora.lora_alpha
   if alpha == int(alpha):
     alpha = int(alpha)
-  config = {
+  config: JsonObject = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": base,
     "inference_mode": True,
-    "r": cfg.lora.lora_rank,
+    "r": rank,
     "lora_alpha": alpha,
     "lora_dropout": 0.0,
-    "target_modules": _target_modules(rules, names),
+    "target_modules": target_modules,
     "bias": "none",
     "fan_in_fan_out": False,
   }
-  write_json(directory / CONFIG, config)
+  if targets:
+    # peft scales by alpha / rank, so both grow with the number of projections.
+    config |= {
+      "target_parameters": [target.name for target in targets],
+      "rank_pattern": {target.name: rank * target.num_projections for target in targets},
+      "alpha_pattern": {target.name: alpha * target.num_projections for target in targets},
+    }
+  return config
 
 
-def _adapter_family(family: HfFamily, cfg: ModelConfig) -> HfFamily:
-  """Return `family` with the tensors of its kernels' adapters instead of those of the model."""
+def _adapter_family(
+  family: HfFamily, block: Sequence[TensorRule], targets: Sequence[TargetParameter]
+) -> HfFamily:
+  """Return `family` with the tensors of adapters instead of those of the model.
+
+  Args:
+    block: rules of the kernels of a layer, and of the experts that have separate tensors.
+    targets: the tensors of all experts.
+  """
   outer: list[TensorRule] = []
   for rule in family.outer:
     outer += _adapter_rules(dataclasses.replace(rule, theirs=_PREFIX + rule.theirs))
-  block: list[TensorRule] = []
-  for rule in family.block_rules(cfg):
-    block += _adapter_rules(rule)
+  adapters: list[TensorRule] = []
+  for rule in block:
+    adapters += _adapter_rules(rule)
+  for target in targets:
+    adapters += target.adapter_rules()
   return dataclasses.replace(
     family,
     outer=outer,
-    block=block,
+    block=adapters,
     extra_block=lambda cfg: (),
     layer_prefix=_PREFIX + family.layer_prefix,
   )
@@ -121,26 +160,13 @@ def _require_separate_tensors(rules: Sequence[TensorRule], adapters: Collection[
         )
 
 
-def _fuses_experts(family: HfFamily, rules: Sequence[TensorRule]) -> bool:
-  """Return whether each expert has tensors, and peft fuses the adapters of these."""
-  return family.peft_fuses_experts and any(_NUMBER in rule.theirs for rule in rules)
-
-
-def _require_loadable_experts(
-  family: HfFamily, fuses_experts: bool, adapters: Collection[str]
-) -> None:
-  """Raise UserError for adapters of routed experts that peft would ignore or could not load.
+def _require_both_projections(adapters: Collection[str]) -> None:
+  """Raise UserError for adapters of experts' gate or up projections without those of the other.
 
   Args:
-    adapters: paths of the adapters' parameters.
+    adapters: paths of the adapters' parameters, of experts with separate tensors.
   """
-  of_experts = [adapter for adapter in adapters if not adapter.endswith(f"/{_KERNEL}")]
-  if of_experts and not fuses_experts:
-    raise UserError(
-      "to_peft cannot export adapters of the routed experts of model_type "
-      f"{family.model_type!r}: use to_hf, which merges them, or train with lora_experts=false"
-    )
-  for adapter in of_experts:
+  for adapter in adapters:
     parent, _, name = adapter.rpartition("/")
     other = _FUSED_WITH.get(name)
     if other and f"{parent}/{other}" not in adapters:

@@ -73,7 +73,12 @@ def make_run(root, family, name, trained="lora", *, of_experts=False):
   write_parameters(folder / "checkpoints" / "0", weights)
 
 
-WITH_EXPERTS = ("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts")
+WITH_EXPERTS = (
+  *("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts"),
+  # peft adapts one tensor of all experts.
+  *("gemma4_text with experts", "gpt_oss with experts", "granitemoe with experts"),
+  *("mistral4 with experts", "qwen2_moe with experts", "qwen3_5_moe_text with experts"),
+)
 # Families in which a tensor of Hugging Face holds several projections with adapters.
 SHARED_TENSORS = {
   "phi3": "self_attn.qkv_proj holds 3 projections",
@@ -81,13 +86,15 @@ SHARED_TENSORS = {
   "qwen3_5_text": "self_attn.q_proj holds 2 projections",
   "qwen3_5_moe_text": "self_attn.q_proj holds 2 projections",
 }
-# Families whose adapters of routed experts cannot be exported, and those of other MLPs can.
-NO_EXPERTS = (
-  *("gemma4_text", "gpt_oss", "granitemoe", "mistral4"),  # one tensor holds all experts
-  *("qwen2_moe", "qwen3_5_moe_text"),  # peft ignores them
-)
+# Families in which peft would take adapters of other MLPs for those of routed experts.
+SEPARATE_EXPERTS = {
+  family
+  for family, hf in FAMILIES.items()
+  if MODELS[hf.decoder_block].is_moe and any("{expert}" in rule.theirs for rule in hf.block)
+} - {"qwen2_moe", "qwen3_5_moe_text"}
 SEPARATE_TENSORS = [family for family in FAMILIES if family not in SHARED_TENSORS]
 CASES = (*SEPARATE_TENSORS, *WITH_EXPERTS)
+FAST_CASES = ("llama", "qwen3_moe with experts", "gpt_oss with experts")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -96,9 +103,10 @@ def exported(request, tmp_path_factory):
   family, _, of_experts = request.param.partition(" with ")
   root = tmp_path_factory.mktemp(family)
   trained = "lora"
-  # Where peft loads adapters of routed experts, it cannot load those of other MLPs.
-  if MODELS[FAMILIES[family].decoder_block].is_moe and family not in NO_EXPERTS:
+  if family in SEPARATE_EXPERTS:
     trained = "attention|moe/lora"
+  if family in SHARED_TENSORS:
+    trained = "moe/lora"
   make_run(root, family, "tuned", trained, of_experts=bool(of_experts))
   overrides = overrides_of(root, "tuned")
   command = ["to_peft", FIXTURES / family, *overrides, f"output_path={root}/adapter"]
@@ -107,7 +115,7 @@ def exported(request, tmp_path_factory):
   return family, root
 
 
-@pytest.mark.parametrize("exported", fast_only(CASES, "llama", WITH_EXPERTS[0]), indirect=True)
+@pytest.mark.parametrize("exported", fast_only(CASES, *FAST_CASES), indirect=True)
 def test_base_and_adapters_equal_the_merged_model(exported):
   family, root = exported
   config = json.loads((root / "adapter" / "adapter_config.json").read_text())
@@ -116,21 +124,55 @@ def test_base_and_adapters_equal_the_merged_model(exported):
   merged = load_file(root / "merged" / "model.safetensors")
   assert config["base_model_name_or_path"] == str(FIXTURES / family)
   changed = set()
+  num_adapted = 0
   for name, a in adapters.items():
-    module, which = name.removeprefix("base_model.model.").split(".lora_")
+    if not name.endswith(".lora_A.weight"):
+      continue
+    b = adapters[name.replace(".lora_A.", ".lora_B.")]
+    module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
     ends = tuple(f".{target}" for target in config["target_modules"])
-    assert f".{module}".endswith(ends), module
-    if which == "A.weight":
-      b = adapters[name.replace(".lora_A.", ".lora_B.")]
-      rank = config["r"]
-      assert a.shape[0] == b.shape[1] == rank
-      change = b @ a * (config["lora_alpha"] / rank)
-      tensor = f"{module}.weight"
+    changes = {f"{module}.weight": b @ a * (config["lora_alpha"] / config["r"])}
+    if module.endswith(("experts", "experts.base_layer")):
+      changes = changes_of_experts(module, a, b, config, base)
+    else:
+      assert f".{module}".endswith(ends), module
+      assert a.shape[0] == b.shape[1] == config["r"]
+    num_adapted += 1
+    for tensor, change in changes.items():
       np.testing.assert_allclose(merged[tensor], base[tensor] + change, atol=1e-6)
       changed.add(tensor)
-  assert len(adapters) == 2 * len(changed) > 0
+  assert len(adapters) == 2 * num_adapted > 0
   for name in set(base) - changed:
     assert merged[name].tobytes() == base[name].tobytes(), name
+
+
+def changes_of_experts(module, a, b, config, base):
+  """Return {tensor of the base: its change} by an adapter of one tensor of all experts.
+
+  `a` is (experts * rank, in) and `b` is (out, rank * experts), as peft.tuners.lora.layer has them.
+  """
+  parameter = "gate_up_proj" if module.endswith(".base_layer") else "down_proj"
+  experts = module.removesuffix(".base_layer")
+  (key,) = (key for key in config["target_parameters"] if key.endswith(parameter))
+  assert f".{experts}.{parameter}".endswith(f".{key}")
+  rank = config["rank_pattern"][key]
+  num_experts = len(a) // rank
+  a = a.reshape(num_experts, rank, -1)
+  b = b.reshape(-1, rank, num_experts)
+  change = np.einsum("ore,eri->eoi", b, a) * (config["alpha_pattern"][key] / rank)
+  fused = f"{experts}.{parameter}"
+  if fused in base:
+    is_transposed = base[fused].shape != change.shape
+    return {fused: change.swapaxes(1, 2) if is_transposed else change}
+  if "granite" in config["base_model_name_or_path"]:
+    names = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
+    return {f"{experts.removesuffix('experts')}{names[parameter]}": change}
+  names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+  changes = {}
+  for name, part in zip(names[parameter], np.split(change, len(names[parameter]), 1), strict=True):
+    for expert in range(num_experts):
+      changes[f"{experts}.{expert}.{name}.weight"] = part[expert]
+  return changes
 
 
 @pytest.mark.hf
@@ -141,7 +183,7 @@ def test_base_and_adapters_equal_the_merged_model(exported):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses deprecated names of transformers
 # peft compares its own patterns of experts' parameters with names of modules only.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
-@pytest.mark.parametrize("exported", fast_only(CASES, "llama", WITH_EXPERTS[0]), indirect=True)
+@pytest.mark.parametrize("exported", fast_only(CASES, *FAST_CASES), indirect=True)
 def test_peft_computes_what_the_run_does(exported):
   import torch
   from peft import PeftModel
@@ -212,12 +254,24 @@ def test_adapters_that_peft_would_apply_to_experts_raise(tmp_path, capsys):
   assert_fails(capsys, FIXTURES / "deepseek_v3", tmp_path, "shared", message)
 
 
-@pytest.mark.parametrize("family", fast_only(NO_EXPERTS, "gpt_oss", "qwen2_moe"))
-@pytest.mark.parametrize("trained", ["lora", slow("moe/lora_./wo")])
-def test_adapters_of_experts_without_an_export_raise(tmp_path, capsys, family, trained):
-  make_run(tmp_path, family, "tuned", trained, of_experts=True)
-  message = f"cannot export adapters of the routed experts of model_type '{family}': use to_hf"
-  assert_fails(capsys, FIXTURES / family, tmp_path, "tuned", message)
+@pytest.mark.parametrize("trained", ["wi_0", slow("wi_1"), slow("wo")])
+def test_adapters_of_one_projection_of_all_experts_change_only_it(tmp_path, trained):
+  make_run(tmp_path, "mistral4", "tuned", f"moe/lora_./{trained}", of_experts=True)
+  overrides = overrides_of(tmp_path, "tuned")
+  command = ["to_peft", FIXTURES / "mistral4", *overrides, f"output_path={tmp_path}/adapter"]
+  assert converted(command) == 0
+  config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+  adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+  parameter = "down_proj" if trained == "wo" else "gate_up_proj"
+  assert config["target_parameters"] == [f"mlp.experts.{parameter}"]
+  # peft wraps the module once, for this parameter.
+  names = {name.partition(".mlp.")[2] for name in adapters}
+  assert names == {"experts.lora_A.weight", "experts.lora_B.weight"}
+  for name, matrix in adapters.items():
+    if name.endswith("lora_B.weight") and trained != "wo":
+      gate, up = np.split(matrix, 2)
+      assert gate.any() == (trained == "wi_0")
+      assert up.any() == (trained == "wi_1")
 
 
 @pytest.mark.parametrize("trained", ["wi_0", slow("wi_1")])

@@ -16,6 +16,7 @@ from maxlite.hf.family import (
   HfFamily,
   Key,
   TensorRule,
+  fused_experts,
   mlp,
 )
 from maxlite.hf.hf_rope import GLOBAL, LOCAL, dict_of, require_local_timescale
@@ -45,8 +46,7 @@ MIXTURE = (
   TensorRule("moe/router/kernel", "router.proj.weight", "d e -> e d"),
   TensorRule("moe/router/norm/scale", "router.scale", "d -> d"),
   TensorRule("moe/router/expert_scale", "router.per_expert_scale", "e -> e"),
-  TensorRule(("moe/wi_0", "moe/wi_1"), "experts.gate_up_proj", "g e d f -> e (g f) d"),
-  TensorRule("moe/wo", "experts.down_proj", "e f d -> e d f"),
+  *fused_experts("experts"),
 )
 _DEFAULT_INTERVAL = 6  # of transformers, where config.json has no layer_types
 _DEFAULT_GLOBAL_HEAD_DIM = 512  # of transformers; not a field of its config class

@@ -6,7 +6,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
-from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule
+from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule, fused_experts
 
 RULES = (
   TensorRule("moe/router/kernel", "block_sparse_moe.router.layer.weight", "d e -> e d"),
@@ -73,5 +73,6 @@ GRANITEMOE = HfFamily(
   aux_loss_key="router_aux_loss_coef",
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
+  peft_experts=fused_experts("block_sparse_moe.experts"),
 )
 FAMILIES = (GRANITEMOE,)

@@ -8,15 +8,14 @@ from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import KEYS, LATENT_ATTENTION, V3
-from maxlite.hf.family import NORMS, Key, TensorRule, mlp
+from maxlite.hf.family import NORMS, Key, TensorRule, fused_experts, mlp
 from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf, rope_values
 
 BETA = "llama_4_scaling_beta"
 SHARE = "partial_rotary_factor"
 EXPERTS = (
   TensorRule("moe/router/kernel", "mlp.gate.weight", "d e -> e d"),
-  TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e (g f) d"),
-  TensorRule("moe/wo", "mlp.experts.down_proj", "e f d -> e d f"),
+  *fused_experts("mlp.experts"),
 )
 
 

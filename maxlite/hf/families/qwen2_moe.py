@@ -8,7 +8,7 @@ from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.mixtral import QWEN3_MOE
-from maxlite.hf.family import TensorRule, mlp
+from maxlite.hf.family import TensorRule, fused_experts, mlp
 
 
 def num_shared_experts(hf: ConfigJson) -> int:
@@ -75,6 +75,6 @@ QWEN2_MOE = dataclasses.replace(
   checks_layer_types=True,
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,
-  peft_fuses_experts=False,
+  peft_experts=fused_experts("mlp.experts"),
 )
 FAMILIES = (QWEN2_MOE,)

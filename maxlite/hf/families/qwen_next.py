@@ -18,6 +18,7 @@ from maxlite.hf.family import (
   MtpTensors,
   TensorRule,
   experts,
+  fused_experts,
   mlp,
 )
 
@@ -66,10 +67,7 @@ MIXTURE = (
   TensorRule("moe/shared_expert_gate/kernel", "mlp.shared_expert_gate.weight", "d f -> f d"),
 )
 # Of all experts in one tensor, as the weights of Qwen3.5 were published.
-FUSED_EXPERTS = (
-  TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e (g f) d"),
-  TensorRule("moe/wo", "mlp.experts.down_proj", "e f d -> e d f"),
-)
+FUSED_EXPERTS = fused_experts("mlp.experts")
 _DEFAULT_INTERVAL = 4  # of transformers, where config.json has neither interval nor types
 GATED_DELTA_KEYS = (
   Key("gdn_conv_kernel_dim", "linear_conv_kernel_dim"),
@@ -259,7 +257,7 @@ QWEN3_5_MOE = dataclasses.replace(
   extra_to_hf=_mixture_to_hf,
   nested_in="qwen3_5_moe",
   alternatives=FUSED_EXPERTS,
-  peft_fuses_experts=False,
+  peft_experts=FUSED_EXPERTS,
   unread=("intermediate_size", "mamba_ssm_dtype"),
 )
 FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
