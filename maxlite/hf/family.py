@@ -202,7 +202,7 @@ class HfFamily:
   nested_in: str = ""
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
-  # Rules of routed experts in place of those of `block`, if peft knows only the tensors in which
+  # Rules of routed experts in place of those of `block`, if peft supports only the tensors in which
   # transformers holds all experts.
   peft_experts: Sequence[TensorRule] = ()
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
