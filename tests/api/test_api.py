@@ -107,6 +107,7 @@ def test_an_opened_run_has_the_parameters_and_the_held_out_loss(interrupted):
     jax.tree.map(np.testing.assert_array_equal, loaded, run.params)
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_opened_by_members(finished, tmp_path):
   for name in ("a", "b"):
     (tmp_path / "both/members").mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from maxlite.models.decoder_layer import LAYER_SCALE
 # Together these have every kind of layer; the other families differ in fields of their parts.
 STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next")
 every_family = pytest.mark.parametrize("family", MODELS)
-every_structure = pytest.mark.parametrize("family", fast_only(STRUCTURES, "deepseek", "qwen3_next"))
+every_structure = pytest.mark.parametrize("family", fast_only(STRUCTURES, "qwen3_next"))
 
 
 def loss(model, params, batch):
@@ -88,7 +88,7 @@ def is_box(leaf):
   return isinstance(leaf, meta.Partitioned)
 
 
-@pytest.mark.parametrize("family", fast_only(MODELS, "deepseek", "gemma2"))
+@pytest.mark.parametrize("family", fast_only(MODELS, "gemma2"))
 def test_every_parameter_gets_a_gradient(family, base_results):
   _, gradients = base_results(family)
   for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
@@ -162,6 +162,7 @@ def layer_of(stack, i):
   return jax.tree.map(lambda leaf: leaf[i], stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", slow("deepseek"), slow("gpt_oss")])
 def test_bfloat16_is_close_to_float32(family, compiled, params_of):
   keys = {}
@@ -179,6 +180,7 @@ def test_bfloat16_is_close_to_float32(family, compiled, params_of):
 
 # test_moe_net.py has deepseek on meshes; sinks and biases of experts, which only gpt_oss has, are
 # on meshes in test_sharded_attention.py and test_moe_block.py.
+@pytest.mark.slow
 @pytest.mark.smoke
 @pytest.mark.parametrize("family", fast_only(MODELS, "gemma2"))
 def test_mesh_and_remat_change_no_gradient_and_avoid_involuntary_rematerialization(

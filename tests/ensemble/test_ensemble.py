@@ -336,6 +336,7 @@ def test_example_scripts_run(script, printed, monkeypatch, capsys):
   assert printed in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_restored_by_orbax(tmp_path):
   """In another program, as `abstract_states` describes them."""
 
@@ -405,7 +406,7 @@ class DocumentedMlp(nn.Module):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("page", ["README.md", "docs/ensembles.md"])
+@pytest.mark.parametrize("page", ["README.md", slow("docs/ensembles.md")])
 def test_the_first_lines_of_the_pages_run(page, tmp_path):
   """The first block that creates an `Ensemble`, and the line with a rate per member."""
   text = (ROOT / page).read_text("utf-8")

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from families import batch, largest_error, loss, train_alone
+from slow_cases import fast_only
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -60,10 +61,11 @@ PAIRS = {
   "equal modules": ({"features": [3]}, {"features": [3]}),
   "shared modules": ({"layers": (DENSE, DENSE)}, {"layers": (nn.Dense(3), nn.Dense(3))}),
 }
+FAST_PAIRS = ("int and float", "zeros of both signs", "a field without comparison", "functions")
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", fast_only(PAIRS, *FAST_PAIRS))
 def test_members_with_different_fields_equal_solo_runs(pair):
   optimizer = optax.sgd(0.1)
   members = [Member(Fields(**fields), optimizer, seed=3) for fields in PAIRS[pair]]

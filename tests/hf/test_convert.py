@@ -112,6 +112,7 @@ def test_load_onto_a_mesh(root):
   np.testing.assert_allclose(got_BTV, two_rows["logits_BTV"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_loaded_models_support_packing_and_gradients(root):
   model, params = maxlite.load(root / "llama")
   segment_BT = np.tile(np.repeat([1, 2], 6), (2, 1)).astype(np.int32)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def overrides_of(root, name):
 
 def random_adapter(path, leaf, trained):
   """An adapter with random values, and lora_b zero unless its path matches `trained`."""
-  values = np.random.default_rng(len(path)).normal(size=leaf.shape, scale=0.3)
+  values = np.random.default_rng(zlib.crc32(path.encode())).normal(size=leaf.shape, scale=0.3)
   if "/lora_b/" in path and not re.search(trained, path):
     values *= 0
   index = tuple(slice(0, size) for size in leaf.shape)

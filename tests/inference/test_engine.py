@@ -123,7 +123,7 @@ def test_unsupported_meshes_raise(greedy):
 
 @pytest.mark.parametrize(
   ("dtype", "extra"),
-  [("float32", {}), ("bfloat16", ADAPTERS), slow("float32", ADAPTERS), slow("bfloat16", {})],
+  [slow("float32", {}), ("bfloat16", ADAPTERS), slow("float32", ADAPTERS), slow("bfloat16", {})],
   ids=str,
 )
 def test_inference_params_compute_the_same_logits(dtype, extra):

@@ -169,6 +169,7 @@ def assert_states_of_training(params, draft, y_BTJD, length_B):
       np.testing.assert_allclose(normed_D, y_BTJD[b, length - 1 - j, j], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_drafter_has_the_states_of_training(params):
   """After a prefill and steps that accept none, some or all drafts."""
   cfg = tiny.config_of(**MTP)

@@ -177,6 +177,7 @@ def test_a_completion_depends_only_on_its_seed_and_sampling_parameters(three_dra
   assert together[2] != alone
 
 
+@pytest.mark.slow
 def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts, greedy):
   completions = [tiny.decode(kept) for kept, _ in greedy.expected()]
   stop = completions[2][3]

@@ -86,6 +86,7 @@ def test_chunks_equal_the_recurrence(num_positions, starts):
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_strong_decay_before_a_document_keeps_gradients_finite():
   inputs = draw_inputs(CHUNK, [(0, 5), (1, 6)])
   strong = inputs.log_decay_BTH.at[:, :5].set(-1000.0)  # exp(1000) overflows
@@ -122,6 +123,7 @@ def test_no_gradient_crosses_the_start_of_a_document(module):
     assert np.any(gradient[:, 11:])
 
 
+@pytest.mark.slow
 def test_the_state_carries_over():
   inputs = draw_inputs(21, [(0, 4)])
   y, state = chunked.gated_delta(inputs, draw_state(), CHUNK)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.config.schema import ModelConfig, RopeConfig
@@ -72,7 +73,7 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     return y_BTD
 
 
-@pytest.mark.parametrize("mesh", ["one device", "context tensor"])
+@pytest.mark.parametrize("mesh", ["one device", slow("context tensor")])
 def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, mesh):
   params = make_params(2)
   x_BTD = draw((2, NUM_POSITIONS, DIM), 7)

@@ -71,6 +71,7 @@ def expected(sharders, params, x_BTD):
   return value_and_gradients(sharders["one device"], params, x_BTD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", fast_only(MESHES, "context expert fsdp"))
 def test_meshes_are_equal(mesh, sharders, params, x_BTD, expected):
   found = value_and_gradients(sharders[mesh], params, x_BTD)

@@ -112,8 +112,8 @@ def assert_equal(got, want):
 @pytest.mark.parametrize(
   ("strategy", "mesh", "num_groups", "options"),
   [
-    ("all_gather", 2, 2, {"window": 11}),
-    ("ring", 0, 2, EVERYTHING),
+    slow("all_gather", 2, 2, {"window": 11}),
+    slow("ring", 0, 2, EVERYTHING),
     ("ring", 1, 4, EVERYTHING),
     ("ulysses", 0, 2, EVERYTHING),
     slow("all_gather", 0, 2, EVERYTHING),

@@ -79,6 +79,7 @@ def fast_to_compile():
   jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_to_compile")
 @pytest.mark.parametrize("family", ["llama", slow("deepseek")])
 def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent(family):

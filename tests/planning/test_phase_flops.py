@@ -58,10 +58,7 @@ def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):
 
 @pytest.mark.parametrize(
   "name",
-  [
-    pytest.param(name, marks=[] if name in ("lora", "unembed") else pytest.mark.slow)
-    for name in PHASES
-  ],
+  [pytest.param(name, marks=[] if name == "unembed" else pytest.mark.slow) for name in PHASES],
 )
 def test_flops_equal_those_of_the_compiled_step(trainer, name):
   """The reference attention computes the full square, of which the estimate counts half."""

@@ -161,6 +161,7 @@ def test_a_tpu_keeps_optimizer_state_and_activations_in_host_memory():
     assert float(estimated) == pytest.approx(float(compiled), rel=0.02, abs=0.001)
 
 
+@pytest.mark.slow
 def test_every_phase_has_a_plan(trainer_of, capsys):
   """A phase that trains less, on smaller batches, needs less memory except for parameters."""
   phases = (

@@ -232,6 +232,7 @@ def test_the_schedule_is_described(trainer):
   assert lines[-1] == "schedule: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
 
 
+@pytest.mark.slow
 def test_adapters_start_from_given_weights(trainer_of, tmp_path):
   keys = MESH | SMALL | {"decoder_block": "llama", "init_weights_seed": 1}
   lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
@@ -387,6 +388,7 @@ class TimedLog:
     self.log.settle()
 
 
+@pytest.mark.slow
 def test_speed_is_measured_per_phase(trainer_of, monkeypatch):
   """Three steps of one second, then three of ten, logged every other step."""
   log = TimedLog(trainer_of(**MESH, **KEYS, log_period=2), monkeypatch)

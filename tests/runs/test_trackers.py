@@ -97,6 +97,7 @@ def test_weights_and_biases_has_the_rows_the_plots_and_the_config(run):
   assert list((folder / "files/media/images").glob("curves_*.png"))
 
 
+@pytest.mark.slow
 def test_convert_exports_the_best_checkpoint(run, tmp_path, monkeypatch):
   best = maxlite.open_run(run.folder, load_checkpoint="best")
   assert (best.step, run.step) == (np.argmin(run.metrics["eval_loss"]) + 1, 4)

@@ -179,6 +179,7 @@ def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient():
   np.testing.assert_allclose(gradients["w"], 0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   keys = SMALL | {"teacher_members": "[dense]", "logits_chunk_tokens": 2 * ROWS * LENGTH}

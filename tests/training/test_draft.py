@@ -354,6 +354,7 @@ def test_steps_of_draft_heads_in_a_mixture_are_the_same(trainer_of, mesh, keys):
   assert_same_phases(two_phases(trainer, expected.before), expected)
 
 
+@pytest.mark.slow
 def test_draft_heads_start_as_copies_of_the_head(replicated, trainer):
   model = trainer.model
   batch = batch_of(0)

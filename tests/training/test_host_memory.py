@@ -64,6 +64,7 @@ def test_each_phase_moves_its_own_state(trainer_with):
   assert all(map(is_on_host, jax.tree.leaves(offloaded_state.opt_state)))
 
 
+@pytest.mark.slow
 def test_the_estimate_has_what_the_host_holds(trainer_with):
   on_device = estimate_memory(trainer_with(False, remat_policy="minimal"))
   on_host = estimate_memory(trainer_with(True, remat_policy="offload"))

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import trees
+from slow_cases import slow
 from tiny import VOCAB, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
@@ -58,7 +59,7 @@ def test_implementation_keys_do_not_change_the_step(trainer_of):
   "other",
   [
     {"normalization_layer_epsilon": 0.5},
-    {"rope_max_timescale": 10},
+    slow({"rope_max_timescale": 10}),
     {"router": "topk_softmax", "norm_topk_prob": "false"},
   ],
   ids=str,
@@ -75,6 +76,7 @@ def test_the_seed_changes_the_initial_parameters(trainer_of, first_state):
   assert np.all(embedding != jax.device_get(other_embedding))
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_are_weighted(trainer_of, first_state):
   """With other weights than the default ones, of which test_meshes.py tests the sum."""
   weights = {"router_z_loss_weight": 0.5, "load_balance_loss_weight": 0.25}

@@ -292,6 +292,7 @@ def last_leaves(folder):
   return json.loads(path.read_text())["body"]["leaves"]
 
 
+@pytest.mark.slow
 def test_one_model_comes_out_which_loads_on_any_mesh(local_run):
   folder, output = local_run
   cfg = config_of(**keys_in(folder, **RUN | OUTER))

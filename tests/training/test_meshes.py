@@ -14,7 +14,7 @@ from maxlite.step.train_state import TrainState
 REPLICATED = "ensemble=8"  # every device computes the whole batch, as one device would
 # For one family the meshes that shard its special layers, for both together every mesh axis.
 CASES = [
-  ("llama", "fsdp=4 tensor=2"),
+  slow("llama", "fsdp=4 tensor=2"),
   slow("mixtral", "data=2 fsdp=2 context=2"),
   ("mixtral", "expert=4 fsdp=2"),
   slow("llama", "ensemble=2 fsdp=4"),

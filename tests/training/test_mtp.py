@@ -265,6 +265,7 @@ def test_the_experts_of_the_layers_are_balanced_too(replicated):
     assert np.any(bias_of(after, j) != bias_of(before, j))
 
 
+@pytest.mark.slow
 def test_every_parameter_of_the_layers_is_trained_and_only_norms_do_not_decay(replicated):
   before, after, _ = replicated
   for old, new in trees.leaf_pairs(before.params["mtp"], after.params["mtp"]):
@@ -274,6 +275,7 @@ def test_every_parameter_of_the_layers_is_trained_and_only_norms_do_not_decay(re
   assert not decays["final_norm"]["scale"]
 
 
+@pytest.mark.slow
 def test_the_layers_change_no_other_initial_parameter(trainer_of, replicated):
   without = trainer_of(**DEEPSEEK, **REPLICATED).init_state()
   before, _, _ = replicated

@@ -98,6 +98,7 @@ def test_bias_is_bitwise_equal_on_every_mesh_and_device(trainer_of, before, thre
     np.testing.assert_array_equal(shard.data, bias_of(expected))
 
 
+@pytest.mark.slow
 def test_micro_batches_share_one_load(trainer_of, before, three_steps):
   keys = KEYS | {"gradient_accumulation_steps": 4, "load_balance_loss_scope": "sequence"}
   trainer = trainer_of(**mesh_keys("fsdp=4 tensor=2"), **keys)

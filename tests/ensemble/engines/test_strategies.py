@@ -187,7 +187,7 @@ def test_states_move_between_strategies(train_together, from_strategy, to_strate
 
 
 @pytest.mark.parametrize(
-  ("family", "strategy"), [("numbers", "stacked"), ("structures", "submesh")]
+  ("family", "strategy"), [slow("numbers", "stacked"), ("structures", "submesh")]
 )
 def test_own_batches(family, strategy):
   members = FAMILIES[family][:2]
@@ -234,6 +234,7 @@ class Segments(nn.Module):
     return nn.Dense(1)(sums_GB.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Slots, slow(Segments)])
 def test_members_that_index_by_different_sizes(module):
   members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]

@@ -312,6 +312,7 @@ def test_members_can_be_added_and_removed(root, fused):
   assert rows_of(folder, "slow")[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_an_exported_member_is_a_solo_run(root, fused, capsys):
   folder, *_ = fused
   ensemble = str(folder / "ens")

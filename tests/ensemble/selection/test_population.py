@@ -271,6 +271,7 @@ def test_a_population_on_all_devices_equals_one_on_a_device_each(root, populatio
     np.testing.assert_allclose(losses(folder, name), expected, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_members_of_a_population_cannot_be_added(population, capsys):
   folder, _ = population
   with pytest.raises(SystemExit, match="2"):

@@ -71,7 +71,7 @@ MESHES = {
 }
 # tests/contracts covers every dispatch on every mesh; here each runs on meshes that matter for it.
 CASES = [
-  ("ragged", "expert=4 tensor=2"),
+  slow(("ragged", "expert=4 tensor=2")),
   ("ragged buffer", "expert=8"),
   ("all_gather", "context=2 expert=2 fsdp=2"),
   ("dense", "data=2 fsdp=2 tensor=2"),
@@ -241,6 +241,7 @@ def test_equals_the_dense_reference_in_float64(run, expected, routing):
     assert np.flatnonzero(largest_E == 0).tolist() == EMPTY_EXPERTS[routing]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_and_weight_gradients_stay_float32(sharders, expected):
   block = block_of(sharders["one device"])
   params, x_BTD, (dy_BTD, _) = make_case("skewed")
@@ -377,6 +378,7 @@ def test_shared_experts_process_every_token(build_sharder):
   np.testing.assert_allclose(with_shared - without, want_BTD, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, expected, monkeypatch):
   """For all factors, whatever the size of its buffers."""
   monkeypatch.setattr(receive_buffer, "ROW_MULTIPLE", 1)
@@ -408,7 +410,9 @@ def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, exp
   assert received_p.max() > int((required - 1 / 8) * EVEN_LOAD)
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "dense", slow("all_gather"), slow("capacity")])
+@pytest.mark.parametrize(
+  "dispatch", [slow("ragged"), "dense", slow("all_gather"), slow("capacity")]
+)
 def test_expert_biases_equal_the_reference(build_sharder, dispatch):
   """A bias after a sharded hidden axis is added once."""
   keys = {"expert_bias": True, **DISPATCHES[dispatch]}
