@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from families import batch, largest_error, loss, train_alone
-from slow_cases import fast_only
+from slow_cases import fast_only, slow
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -116,7 +116,7 @@ def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
       stacked.init(batch(0))
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+@pytest.mark.parametrize("strategy", ["stacked", slow("switched"), slow("submesh")])
 def test_any_integer_is_a_seed(strategy):
   seeds = (-1, 2**40 + 5, np.int64(2**32 - 2))
   members = [Member(Fields(), optax.sgd(0.1), seed=seed) for seed in seeds]

@@ -203,6 +203,7 @@ def test_an_upcycled_model_computes_the_same_function(root, dense):
   assert np.std(router) == pytest.approx(0.25, rel=0.3)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_on_upcycling(root, capsys):
   overrides = ("run_name=adapted", f"base_output_directory={root}")
   keys = (*overrides, "dataset_type=synthetic", "lora_rank=2", "ema_decay=0.9")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hf_measure import FIXTURES, logits_and_loss, measure
+from slow_cases import fast_only
 
 from maxlite.hf.families import FAMILIES
 
@@ -16,11 +17,11 @@ LOGITS = 1e-5
 GRADIENT = 1e-4
 LOSS = 1e-5
 LOSSES = 1e-4
-FAST = ("mixtral",)  # the others' gradients take a few seconds each to compile
-# Other families cover their parts.
-SHARED = (
-  *("mistral", "qwen3", "gemma", "gemma2", "qwen3_moe", "kimi_k2", "seed_oss", "olmo2"),
-  *("glm4_moe_lite", "dots1", "minimax_m2", "mistral4"),
+# Families whose results the default tests compare; compiling each takes seconds.
+FAST = ("mixtral",)  # with gradients and steps
+FAST_LOGITS = (
+  *("deepseek_v3", "gemma3_text", "gpt_oss", "granitemoe"),
+  *("llama", "olmo3", "qwen3_next", "smollm3"),
 )
 
 
@@ -30,23 +31,14 @@ def test_every_family_has_a_small_fixture():
     assert 0 < sum(path.stat().st_size for path in files) < 300_000, family
 
 
-@pytest.mark.parametrize(
-  "family",
-  [
-    pytest.param(name, marks=pytest.mark.slow if name in (*SHARED, *FAST) else ())
-    for name in FAMILIES
-  ],
-)
+@pytest.mark.parametrize("family", fast_only(FAMILIES, *FAST_LOGITS))
 def test_logits_and_loss_of_packed_documents(family):
   logits, loss = logits_and_loss(FIXTURES / family)
   assert logits < LOGITS
   assert loss < LOSS
 
 
-@pytest.mark.parametrize(
-  "family",
-  [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", fast_only(FAMILIES, *FAST))
 def test_every_gradient_and_six_steps_of_adamw(family):
   assert_close(measure(FIXTURES / family))
 

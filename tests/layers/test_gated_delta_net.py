@@ -79,6 +79,7 @@ def test_meshes_are_equal(mesh, sharders, params, x_BTD, expected):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.max(np.abs(want)))
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_gradient(expected):
   _, (gradients, _) = expected
   for leaf in jax.tree.leaves(gradients):

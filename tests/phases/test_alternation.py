@@ -216,6 +216,7 @@ def test_restored_state_resumes_bit_for_bit(killed_after, following, tmp_path, u
   assert_same(rows, want_rows[killed_after:])
 
 
+@pytest.mark.slow
 def test_resumes_on_another_mesh(tmp_path, uninterrupted):
   before = a_to_b_and_c("switch")
   after = a_to_b_and_c()

@@ -190,6 +190,7 @@ def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   assert counted <= compiled < counted + forward / 4 < counted * 1.1  # attention is counted half
 
 
+@pytest.mark.slow
 def test_the_memory_estimate_counts_the_parameters_of_the_teacher(teacher):
   trainer = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
   leaves = jax.tree.leaves(teacher_of(trainer).params)

@@ -384,6 +384,7 @@ def test_draft_heads_start_as_copies_of_the_head(replicated, trainer):
   np.testing.assert_array_equal(sums["draft"]["accepted_J"], accepted_J)
 
 
+@pytest.mark.slow
 def test_draft_heads_do_not_change_other_initial_parameters(trainer_of, replicated):
   without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **REPLICATED).init_state()
   params = dict(replicated.before.params)

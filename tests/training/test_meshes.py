@@ -76,6 +76,7 @@ def test_three_steps_equal_those_on_one_device(trainer_on, replicated, mesh):
   assert_same_steps(got, (replicated.after, replicated.rows))
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_the_tokens_of_all_rows(trainer_on):
   trainer = trainer_on(REPLICATED, "llama")
   batch = uneven_batch(0)

@@ -225,6 +225,7 @@ def test_router_jitter_differs_between_steps(trainer_of, before):
   assert balance_loss(before.step + 1) != loss
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_jitter_and_equals_the_training_loss(trainer_of, trainer, before):
   batch = uneven_batch(0)
   _, (row,) = take_steps(trainer, before, [batch])

@@ -73,6 +73,7 @@ SLOW = {
   ("sizes", "submesh", 8),
   ("sizes", "switched", 8),
   ("structures", "submesh", 1),
+  ("structures", "submesh", 8),
 }
 REFUSED = []
 CASES = []
