@@ -247,11 +247,13 @@ def _gather_weights(
   states: Arrays, weights: Arrays, embed_axes: tuple[str, ...]
 ) -> tuple[Arrays, Arrays]:
   """The states, and the weights with all their rows, as arrays that vary over the same axes."""
+  # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
+  varied = pvary(*states, *weights)
+  states = varied[: len(states)]
   gathered = []
-  for x, w_dv in zip(states, weights, strict=False):
+  for x, w_dv in zip(states, varied[len(states) :], strict=False):
     gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0))
-  varied = pvary(*states, *gathered)
-  return varied[: len(states)], varied[len(states) :]
+  return states, tuple(gathered)
 
 
 def _local_heads(

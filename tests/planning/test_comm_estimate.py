@@ -77,6 +77,15 @@ def test_the_estimate_matches_the_compiled_step(target_of, mesh, keys):
   assert gathered == pytest.approx(payloads(expected, GATHERS), rel=0.03)
 
 
+@pytest.mark.slow
+def test_gradients_of_experts_are_scattered_before_they_are_summed_over_data(target_of):
+  target = target_of("data=2 fsdp=2 expert=2", sparse_matmul=True)
+  compiled = collectives(compile_step(target.trainer).module, dict(target.trainer.mesh.shape))
+  summed = payloads(compiled, REDUCTIONS)[("data",)]
+  expected = payloads(estimate_collectives(target), REDUCTIONS)[("data",)]
+  assert summed == pytest.approx(expected, rel=0.03)
+
+
 def test_slices_exchange_the_gradients_of_a_devices_shards(target_of):
   one_slice = target_of("data=2 fsdp=4", **LLAMA)
   two_slices = target_of("data=2 fsdp=4", {"data": 2}, **LLAMA)

@@ -85,12 +85,12 @@ def _gather_and_apply(
   if sharder.num_shards("embed_no_exp") > 1:
     # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
     x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
-  gathered = _gather(weights, sharder, x_btD.dtype)
+  # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
+  x_btD, weight_btK, weights = pvary(x_btD, weight_btK, weights)
+  gathered = _keep_bias_once(_gather(weights, sharder, x_btD.dtype), sharder)
   x_TD = _merge_rows(x_btD)
   expert_TK = _merge_rows(expert_btK)
   weight_TK = _merge_rows(weight_btK)
-  x_TD, weight_TK, gathered = pvary(x_TD, weight_TK, gathered)
-  gathered = _keep_bias_once(gathered, sharder)
   y_TD, counts = apply_shard(x_TD, expert_TK, weight_TK, gathered)
   y_btD = psum(y_TD.reshape(x_btD.shape), sharder.mesh_axes("mlp"))
   batch_axes, length_axes = (sharder.mesh_axes(name) for name in ROWS)
