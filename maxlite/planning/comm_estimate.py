@@ -342,25 +342,29 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
   """Add the all-reduces over `tensor`: of outputs if inputs are sharded, else of input gradients.
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
-  activations. The two or three input weights of an expert share one sum. On TPUs so do the linear
-  layers with the same input: XLA adds their input gradients, in the dtype of activations, first.
+  activations; on TPUs also the input gradients of linear layers, and the products that the backward
+  pass recomputes. The two or three input weights of an expert share one sum.
   """
   if not weight.product:
     return
   if weight.kind == "expert" and weight.path[-1] not in ("wi_0", "wo"):
     return
   is_linear = weight.kind == "linear"
-  is_added_first = is_linear and weight.product == "out" and step.is_on_tpu
-  if is_added_first and weight.path[-2] in ("key", "value", "wi_1"):
-    return  # the sum of `query` or `wi_0` includes it
-  itemsize = step.compute_bytes
-  if is_linear and not is_added_first:
-    itemsize = FLOAT32_BYTES
-  times = weight.num_layers
-  if is_linear and weight.product == "in" and weight.is_recomputed(step):
-    times *= 2
-  payload = step.tokens * weight.width * itemsize
-  step.add("all-reduce", step.axes("mlp"), times, payload)
+  is_input_gradient = weight.product == "out"
+  backward_bytes = step.compute_bytes
+  forward_bytes = step.compute_bytes
+  if is_linear:
+    forward_bytes = FLOAT32_BYTES
+    if not step.is_on_tpu:
+      backward_bytes = FLOAT32_BYTES
+  elements = step.tokens * weight.width
+  axes = step.axes("mlp")
+  if is_input_gradient:
+    step.add("all-reduce", axes, weight.num_layers, elements * backward_bytes)
+    return
+  step.add("all-reduce", axes, weight.num_layers, elements * forward_bytes)
+  if is_linear and weight.is_recomputed(step):
+    step.add("all-reduce", axes, weight.num_layers, elements * backward_bytes)
 
 
 def _gather_keys(step: _Step) -> None:

@@ -115,18 +115,18 @@ def test_a_gradient_over_a_whole_tpu_slice_is_all_reduced(target_of, num_slices,
   assert summed_on_tpu == expected
 
 
-def test_tpus_add_input_gradients_of_one_input_before_the_sum_over_tensor(target_of):
-  cpu = target_of("fsdp=4 tensor=2", **LLAMA)
+def test_tpus_sum_input_gradients_over_tensor_in_the_dtype_of_activations(target_of):
+  cpu = target_of("fsdp=4 tensor=2", **LLAMA, dtype="bfloat16")
   tpu = dataclasses.replace(cpu, kind="TPU v5", grid=(1, 2, 4))
 
   def summed_over_tensor(target):
     return payloads(estimate_collectives(target), ["all-reduce"])[("tensor",)]
 
   model = cpu.trainer.cfg.model
-  product = ROWS * LENGTH // 4 * model.base_emb_dim * 4
-  # Of query, key and value one sum is left, and one of the two inputs of the MLP.
+  num_elements = ROWS * LENGTH // 4 * model.base_emb_dim
+  # Of query, key, value and the two inputs of the MLP: 2 bytes instead of 4.
   saved = summed_over_tensor(cpu) - summed_over_tensor(tpu)
-  assert saved == 3 * model.base_num_decoder_layers * product
+  assert saved == 5 * model.base_num_decoder_layers * num_elements * 2
 
 
 def test_frozen_parameters_send_no_gradient(target_of):
