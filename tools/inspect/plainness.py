@@ -98,6 +98,16 @@ def density_of(files: Iterable[Path]) -> Density:
   return Density(num_lines, counts)
 
 
+def total(densities: Iterable[Density]) -> Density:
+  """The density of files together, of which each has one of `densities`."""
+  num_lines = 0
+  counts: collections.Counter[str] = collections.Counter()
+  for density in densities:
+    num_lines += density.lines
+    counts.update(density.counts)
+  return Density(num_lines, counts)
+
+
 def _print_row(name: str, density: Density) -> None:
   row = f"{name:40} {density.lines:6}"
   for figure in density.figures().values():
@@ -118,8 +128,8 @@ def main() -> None:
     goals += f" {goal:23.1f}"
   print(head)
   print(goals)
-  _print_row(str(args.folder.name), density_of(files))
   by_file = {file: density_of([file]) for file in files}
+  _print_row(str(args.folder.name), total(by_file.values()))
   densest_first = sorted(by_file, key=lambda file: -by_file[file].excess())
   for file in densest_first[: args.worst]:
     name = file.relative_to(args.folder)
