@@ -95,7 +95,8 @@ def test_uneven_rows_may_form_an_even_batch(router):
   x_BTD = np.tile(np.eye(NUM_EXPERTS, dtype=np.float32)[:, None], (1, 4, 1))
   segment_BT = np.tile(np.array([1, 1, 2, 0], np.int32), (NUM_EXPERTS, 1))
   params = {"params": {"kernel": logits_EE}}
-  sums = Router(cfg, jnp.dtype(jnp.float32)).apply(params, x_BTD, segment_BT).sums
+  module = Router(cfg, jnp.dtype(jnp.float32))
+  sums = jax.jit(module.apply)(params, x_BTD, segment_BT).sums
   sums_N = jax.tree.map(lambda leaf: leaf[None], sums)
   over_sequences = dataclasses.replace(cfg, load_balance_loss_scope="sequence")
   assert load_balance_loss(sums_N, cfg) == pytest.approx(1, rel=1e-5)
