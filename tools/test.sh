@@ -14,8 +14,7 @@ types=$(mktemp)
 .venv/bin/mypy > "$types" 2>&1 &  # it uses one processor
 mypy=$!
 status=0
-# One process more than processors, since tests that start processes wait for them.
-.venv/bin/pytest -n "$(($(getconf _NPROCESSORS_ONLN) + 1))" -m "not slow and not hf" "$@" || status=$?
+.venv/bin/pytest -n "$(getconf _NPROCESSORS_ONLN)" -m "not slow and not hf" "$@" || status=$?
 wait "$mypy" || status=$?
 cat "$types"
 exit "$status"
