@@ -25,6 +25,7 @@ TINY = [
   "head_dim=4",
   "num_experts=4",
   "base_moe_mlp_dim=16",
+  "sparse_matmul=false",  # compiles faster
   "max_target_length=32",
   "per_device_batch_size=4",
   "sharding_tolerance=1",
@@ -115,6 +116,7 @@ def test_evaluate_uses_the_config_of_the_run(trained, other_config):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_generate_uses_the_config_of_the_run(other_config):
   prompt = ["prompt=def f", "decode_sampling_temperature=0"]  # as many tokens as fit

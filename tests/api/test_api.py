@@ -191,6 +191,7 @@ def test_python_values_are_those_of_the_command_line(tmp_path):
   assert change_config(config, {}) == config
 
 
+@pytest.mark.slow
 def test_a_python_config_trains_as_the_command_and_is_saved_as_yaml(finished, runs_folder):
   folder = runs_folder / "from_python"
   config = maxlite.get_config(**TINY | keys_in(folder))

@@ -165,7 +165,7 @@ def test_lists_with_and_without_brackets(text):
   assert parse(Setting("dataset_path", text, "command line")) == ("a", "b")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(text=TEXT)
 def test_text_is_kept_verbatim(text):
   assert load_config([f"prompt={text}"]).generate.prompt == text

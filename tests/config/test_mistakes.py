@@ -358,6 +358,7 @@ def test_aliases_stand_for_the_values_they_name(tmp_path):
   ] * 2
 
 
+@pytest.mark.slow
 def test_nested_brackets_of_an_argument_are_an_error(capsys):
   assert "is not a list of {key: value}" in _line_of(capsys, ["members=" + "[" * 2000 + "]" * 2000])
 

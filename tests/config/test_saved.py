@@ -90,7 +90,7 @@ VALUES = {key.name: _values(key) for key in KEYS.values()} | {"plugins": PLUGINS
 CONFIGS = st.fixed_dictionaries(VALUES).map(lambda values: build(Config, values))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(config=CONFIGS)
 def test_saved_config_is_read_back_exactly(config, tmp_path_factory):
   path = tmp_path_factory.mktemp("run") / "config.yml"
@@ -100,7 +100,7 @@ def test_saved_config_is_read_back_exactly(config, tmp_path_factory):
   assert read_saved(path, TRUSTS) == without_secret | {"trust_plugins": True}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(text=TEXT)
 @example(text="\x85")
 @example(text="null")

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_families as families
-from slow_cases import fast_only, slow
+from slow_cases import slow
 
 from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
 
-# Windows and soft caps. DRAFTED has latent attention, and inference/tiny_engine.py experts.
+# Windows and soft caps; inference/tiny_engine.py has experts.
 FAST = ("gemma2",)
 NUM_ROWS = 4
 NUM_TOKENS = 14
@@ -127,10 +127,8 @@ def test_cached_decoding_gives_the_uncached_logits(family, scanned, params_of, u
   assert_same_logits(decoded, model, params, uncached_logits(family))
 
 
-DRAFTED = ("deepseek",)
-
-
-@pytest.mark.parametrize("family", fast_only(MODELS, *DRAFTED))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
 def test_rejected_draft_tokens_change_no_logits(family, params_of, uncached_logits):
   model = families.model_of(family)
   params = inference_params(model.cfg, params_of(family))

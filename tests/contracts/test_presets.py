@@ -65,7 +65,6 @@ OURS = {"deepseek2-tiny"}
 # Of different structures; the counts of the other presets are slow cases.
 COUNTED_BY_DEFAULT = (
   "deepseek2-16b",
-  "gemma4-26b",
   "gemma4-e2b",
   "gpt-oss-20b",
   "llama3.1-8b",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from batch_streams import assert_same, join, take
+from slow_cases import slow
 
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
@@ -96,7 +97,7 @@ def taken(cfg, count, **part):
 
 
 @pytest.mark.parametrize("kind", sorted(SOURCES))
-@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("num_hosts", [slow(2), 4])
 def test_global_batches_do_not_depend_on_the_number_of_hosts(tmp_path, kind, num_hosts):
   cfg = config(tmp_path / "data", kind)
   size = B // num_hosts
@@ -140,7 +141,7 @@ def test_bootstrap_draws_rows_with_replacement(tmp_path):
 
 
 @pytest.mark.parametrize("kind", sorted(SOURCES))
-@pytest.mark.parametrize("num_taken", [0, 1, 9])
+@pytest.mark.parametrize("num_taken", [slow(0), slow(1), 9])
 def test_a_restored_stream_yields_the_same_batches(tmp_path, kind, num_taken):
   cfg = config(tmp_path / "data", kind)
   stream = train_stream(cfg)

@@ -77,7 +77,7 @@ def test_arrays_that_a_module_closes_over_are_not_donated(strategy):
   np.testing.assert_array_equal(kernel, np.ones((2, 1)))
 
 
-@pytest.mark.parametrize(("strategy", "widths"), [("fused", (3, 5)), ("stacked", (4, 4))])
+@pytest.mark.parametrize(("strategy", "widths"), [slow("fused", (3, 5)), ("stacked", (4, 4))])
 def test_members_may_use_several_devices_by_themselves(strategy, widths):
   mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
 
@@ -223,7 +223,7 @@ def test_a_user_error_is_one_line(mistake, message):
   assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+@pytest.mark.parametrize("strategy", ["stacked", slow("switched"), slow("submesh")])
 def test_a_donated_state_is_one_line(strategy):
   ensemble = one_member(loss, strategy)
   state = ensemble.init(BATCH)
@@ -249,7 +249,7 @@ def test_a_batch_of_another_size_is_one_line(strategy):
   ensemble.step(state, BATCH)  # the state was not donated
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+@pytest.mark.parametrize("strategy", ["stacked", slow("switched"), slow("submesh")])
 def test_own_batches_of_another_number_of_members_are_one_line(strategy):
   members = [Member(Mlp(), optax.sgd(rate)) for rate in (0.1, 0.2)]
   devices = jax.devices()[: 2 if strategy == "switched" else 1]
@@ -260,7 +260,7 @@ def test_own_batches_of_another_number_of_members_are_one_line(strategy):
       ensemble.step(state, np.stack([BATCH] * wrong))
 
 
-@pytest.mark.parametrize("strategy", ["stacked", "switched", "submesh"])
+@pytest.mark.parametrize("strategy", ["stacked", slow("switched"), slow("submesh")])
 def test_states_of_other_members_are_one_line(strategy):
   optimizers = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
   ensembles = {
@@ -278,7 +278,7 @@ def test_states_of_other_members_are_one_line(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["stacked", slow("switched")])
+@pytest.mark.parametrize("strategy", ["stacked", "switched"])
 def test_random_keys_in_the_optimizer_state_are_those_of_a_solo_run(strategy):
   def noisy(seed):
     return optax.chain(optax.add_noise(0.1, 0.5, seed), optax.sgd(0.1))
@@ -364,6 +364,7 @@ def test_states_are_saved_and_restored_by_orbax(tmp_path):
     other.best([np.nan, np.inf])
 
 
+@pytest.mark.slow
 def test_accumulated_updates_of_optax_are_an_optimizer():
   members = [Member(Mlp(), optax.MultiSteps(optax.sgd(rate), 2)) for rate in (0.1, 0.2)]
   ensemble = Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1])
@@ -377,6 +378,7 @@ def test_accumulated_updates_of_optax_are_an_optimizer():
   assert np.all(losses[2] < losses[1])
 
 
+@pytest.mark.slow
 def test_the_cost_of_one_member_does_not_grow_with_their_number():
   """Starting a stack and taking a member out of it compile programs of one member."""
   compiled = {}

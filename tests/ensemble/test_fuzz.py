@@ -13,7 +13,6 @@ import optax
 import pytest
 from families import largest_error
 from fuzz_operations import ACTIVATIONS, OPERATIONS
-from slow_cases import fast_only
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
@@ -184,7 +183,8 @@ def check(number: int, strategies: tuple[str, ...], most: int, change: str = "")
       assert error <= TOLERANCE, f"step {n} of {where}"
 
 
-@pytest.mark.parametrize("change", fast_only(CHANGES, "ragged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
 def test_drawn_members_equal_plain_loops(change):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     check(CHANGES.index(change), STRATEGIES, most=1, change=change)

@@ -89,7 +89,8 @@ def first_loss(member):
   return np.asarray(nn.apply(loss, member.model)(variables, batch(0))[0])
 
 
-@pytest.mark.parametrize("impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_random_numbers_of_members_do_not_depend_on_the_generator(impl):
   """Under `vmap`, these generators would draw all members' numbers from the first one's key."""
 
@@ -144,7 +145,7 @@ def sown_loss(model, batch):
   return error + sum(jax.tree.leaves(model.variables.get("losses", {})))
 
 
-@pytest.mark.parametrize("strategy", ["stacked", pytest.param("submesh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["stacked", slow("submesh")])
 def test_sown_values_live_for_one_step(strategy):
   rates = (0.1, 0.01)
   members = [Member(Sowing(), optax.sgd(rate)) for rate in rates]

@@ -66,6 +66,7 @@ def test_members_of_different_structure_are_fused_on_one_device():
   assert of(plan, "stacked").why_not == "depth is 1 in m0, and 2 in m1"
 
 
+@pytest.mark.slow
 def test_of_strategies_with_equal_steps_and_compilation_the_simplest_is_chosen():
   plan = planned([MLP(1024, 4), MLP(2048, 2)], 1)
   fused = of(plan, "fused")
@@ -76,6 +77,7 @@ def test_of_strategies_with_equal_steps_and_compilation_the_simplest_is_chosen()
   assert plan.reason == "simpler than submesh, and as fast"
 
 
+@pytest.mark.slow
 def test_padded_is_only_chosen_by_name():
   models = [MLP(4), MLP(5)]
   assert planned(models, 1).strategy == "fused"
@@ -83,6 +85,7 @@ def test_padded_is_only_chosen_by_name():
   assert planned(models, 1, strategy="padded").strategy == "padded"
 
 
+@pytest.mark.slow
 def test_state_bytes_are_of_the_fullest_device():
   alone, shared = (of(planned([MLP(4)] * 4, n), "stacked") for n in (1, 4))
   assert alone.state_bytes == 4 * shared.state_bytes

@@ -42,6 +42,7 @@ def test_evaluation_equals_that_of_the_run(finished):
   assert evaluated(folder, "eval_steps=-1") != first
 
 
+@pytest.mark.slow
 def test_eval_documents_writes_the_loss_of_each_document(copy):
   text = copy / "text.txt"
   text.write_text("to be or not to be\n" * 99)
@@ -77,6 +78,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
   assert "cannot be written (no permission in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sums_over_many_batches_are_not_rounded(trainer_of):
   trainer = trainer_of(decoder_block="llama")
   params = trainer.init_state().params

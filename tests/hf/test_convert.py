@@ -97,6 +97,7 @@ def test_load_accepts_either_folder(root):
     np.testing.assert_array_equal(from_run[path], leaf)
 
 
+@pytest.mark.slow
 def test_load_onto_a_mesh(root):
   model, params = maxlite.load(FIXTURES / "llama", mesh={"fsdp": 2, "tensor": 2})
   assert len(leaves_by_path(params)["layers/mlp/wo/kernel"].sharding.device_set) == 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
+from slow_cases import fast_only
 
 import maxlite
 from maxlite.config.errors import UserError
@@ -53,7 +54,7 @@ def assert_same_arrays(folder, fixture):
     np.testing.assert_array_equal(array, expected[path], path)
 
 
-@every_nested
+@pytest.mark.parametrize("model_type", fast_only(NESTED, "qwen3_5_moe_text"))
 def test_the_text_model_of_a_larger_model_is_that_model(model_type, tmp_path):
   folder = nested_folder(model_type, tmp_path / "larger")
   assert model_keys(folder)[1] == model_keys(FIXTURES / model_type)[1]

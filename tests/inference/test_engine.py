@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from slow_cases import slow
 from tiny_engine import (
   GREEDY,
   MAX_LENGTH,
@@ -121,9 +120,10 @@ def test_unsupported_meshes_raise(greedy):
     inference_model(config_of(), sharder_of(context=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("dtype", "extra"),
-  [slow("float32", {}), ("bfloat16", ADAPTERS), slow("float32", ADAPTERS), slow("bfloat16", {})],
+  [("float32", {}), ("bfloat16", ADAPTERS), ("float32", ADAPTERS), ("bfloat16", {})],
   ids=str,
 )
 def test_inference_params_compute_the_same_logits(dtype, extra):

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_engine as tiny
-from slow_cases import slow
 
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.drafters import (
@@ -93,9 +92,9 @@ def completions_of(engine):
   ("num_rows", "num_drafts", "keys", "degrees"),
   [
     (2, J, {}, {}),
-    slow(2, 1, LATENT, {}),
-    slow(4, 2, {}, {"fsdp": 2, "expert": 2, "tensor": 2}),
-    slow(2, 2, {"decoder_block": "gemma2", "sliding_window_size": 4}, {}),
+    (2, 1, LATENT, {}),
+    (4, 2, {}, {"fsdp": 2, "expert": 2, "tensor": 2}),
+    (2, 2, {"decoder_block": "gemma2", "sliding_window_size": 4}, {}),
   ],
 )
 def test_greedy_completions_equal_those_without_drafts(

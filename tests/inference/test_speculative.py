@@ -215,6 +215,7 @@ def accepted_lengths(params, prompt, completion):
   return lengths
 
 
+@pytest.mark.slow
 def test_a_step_accepts_the_drafts_that_the_heads_get_right(three_drafts, params, greedy):
   prompt = tiny.PROMPTS[2]
   completion = greedy.completions[2]
@@ -232,6 +233,7 @@ def test_a_step_accepts_the_drafts_that_the_heads_get_right(three_drafts, params
   assert f"{batcher.throughput.accepted_length:.2f} of 3 drafts accepted" in str(batcher.throughput)
 
 
+@pytest.mark.slow
 def test_steps_return_max_new_tokens_and_none_after_a_stop_token(three_drafts, greedy):
   engine = three_drafts
   for size in range(1, 6):

@@ -166,8 +166,7 @@ def test_values_may_have_more_channels_than_keys():
 
 @pytest.mark.parametrize(
   ("backend", "dtype", "atol"),
-  [slow(name, jnp.float32, 1e-5) for name in OTHERS if name != "chunked"]
-  + [("chunked", jnp.float32, 1e-5)]
+  [slow(name, jnp.float32, 1e-5) for name in OTHERS]
   + [slow(name, jnp.bfloat16, 0.06) for name in OTHERS],
 )
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
@@ -187,7 +186,7 @@ def test_backends_agree_in_narrow_types(backend, dtype, atol):
     assert_all_close(results, [np.asarray(array) for array in expected], atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "reference", "chunked", "splash"))
 def test_a_token_depends_on_earlier_tokens_of_its_document_only(backend):
   case = make_case(dtype=np.float32)
   query = 20  # of the second document, which is rows 7 to 26
@@ -248,16 +247,17 @@ def test_cudnn_needs_a_narrow_type():
     attend("cudnn", make_case(dtype=np.float32))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "splash"))
 def test_large_scores_and_padding_stay_finite(backend):
   case = make_case(dtype=np.float32)
   case = case._replace(q_BTHC=case.q_BTHC * 1e4)
   assert all(np.isfinite(a).all() for a in run(backend, case))
-  o_BTHC = np.asarray(attend(backend, case, q_segment_BT=np.full_like(SEGMENT_BT, 9)))
+  unseeing = functools.partial(attend, backend, q_segment_BT=np.full_like(SEGMENT_BT, 9))
+  o_BTHC = np.asarray(jax.jit(unseeing)(case))
   assert np.isfinite(o_BTHC).all(), "queries that see no key at all"
 
 
-@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked", "tokamax"))
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked"))
 def test_sharded_queries_get_their_slice_of_the_result(backend):
   """Under shard_map as the layers call it: queries sharded, keys whole, gradients summed."""
   segment_BT = SEGMENT_BT
@@ -304,7 +304,7 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   assert_all_close(together, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", fast_only(BACKENDS, "chunked"))
+@pytest.mark.parametrize("backend", fast_only(BACKENDS, "reference"))
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
@@ -355,7 +355,7 @@ def test_chunked_does_not_multiply_keys_before_the_window():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["chunked", slow("splash")])
+@pytest.mark.parametrize("backend", ["chunked", "splash"])
 def test_a_saved_output_is_not_computed_again(backend):
   case = make_case(dtype=np.float32)
   function = functools.partial(attend, backend)

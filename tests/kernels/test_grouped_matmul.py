@@ -27,13 +27,13 @@ from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul import api
 from maxlite.kernels.hardware import Hardware
 
-# By default only `tiled`, which could depend on its tiles, runs every case.
+# Slow to compile: `tiled`, whose cases of many rows have a program each.
 FLOAT64_CASES = []
 for name in GROUPED_MATMUL_BACKENDS:
   for case in CASES:
     if name in NARROW_ONLY:
       continue
-    if name == "tiled" or case in ("skewed", "tail"):
+    if case == "tail" or (name == "tiled" and case in ("empty_ends", "few_rows", "one_hot")):
       FLOAT64_CASES.append((name, case))
     else:
       FLOAT64_CASES.append(slow(name, case))
@@ -41,10 +41,15 @@ for name in GROUPED_MATMUL_BACKENDS:
 NARROW_CASES = []
 for name in GROUPED_MATMUL_BACKENDS:
   for dtype in NARROW_UNITS:
-    if dtype == "bfloat16" and name in INTERPRETED:
+    if (name, dtype) == ("tiled", "float32") or (dtype == "bfloat16" and name in INTERPRETED):
       NARROW_CASES.append(slow(name, dtype))
     else:
       NARROW_CASES.append((name, dtype))
+
+
+def without(name):
+  """All backends, of which this one is slow to compile in the test."""
+  return [slow(backend) if backend == name else backend for backend in GROUPED_MATMUL_BACKENDS]
 
 
 @pytest.mark.parametrize(("backend", "case"), FLOAT64_CASES)
@@ -60,13 +65,13 @@ def test_narrow_types_are_exact_up_to_their_rounding(backend, dtype):
   assert_right_for_every_routing(multiplier(backend), 6, 10, dtype)
 
 
-@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
+@pytest.mark.parametrize("backend", without("tiled"))
 @pytest.mark.parametrize("case", ["no_rows", slow("one_row"), "few_rows"])
 def test_few_rows(backend, case):
   assert_right(multiplier(backend), make_case(case, "float32"))
 
 
-@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
+@pytest.mark.parametrize("backend", without("megablox"))
 def test_the_weight_gradient_has_the_type_and_precision_of_the_weights(backend):
   arrays = make_case("tail", jnp.bfloat16)
   arrays = arrays._replace(w_GDF=arrays.w_GDF.astype(np.float32))
@@ -81,7 +86,7 @@ def test_the_weight_gradient_has_the_type_and_precision_of_the_weights(backend):
   assert_close([dw_GDF], [expected_GDF], unit)
 
 
-@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
+@pytest.mark.parametrize("backend", without("tiled"))
 def test_vmap_equals_separate_calls(backend):
   first = make_case("tail", np.float32)
   # The used rows and the groups in reverse, and zeros instead of NaN after them.
@@ -108,7 +113,7 @@ def test_vmap_equals_separate_calls(backend):
     assert_close(results, oracle(arrays), unit=1e-5)
 
 
-@pytest.mark.parametrize("backend", GROUPED_MATMUL_BACKENDS)
+@pytest.mark.parametrize("backend", without("megablox"))
 def test_shards_multiply_their_rows_inside_shard_map(backend):
   mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
   num_shards = 8

@@ -23,7 +23,6 @@ from grouped_cases import (
 )
 from jax.sharding import PartitionSpec as P
 from megablox_compiles import CHIPS, SHAPES
-from slow_cases import slow
 
 from maxlite.kernels.grouped_matmul import megablox
 from maxlite.kernels.grouped_matmul.tiles import TPU_SPECS, Tiles, choose_tiles
@@ -33,7 +32,8 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_that_divide_no_axis_give_the_same_result(dtype):
   tiles = Tiles(fwd=(64, 128, 128), dlhs=(32, 256, 128), drhs=(64, 128, 256))
   assert_right_for_every_routing(multiplier("megablox", tiles), 200, 136, dtype)

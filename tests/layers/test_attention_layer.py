@@ -95,7 +95,7 @@ def test_a_position_depends_on_earlier_positions_of_its_document_only(sharders, 
   assert not reached_TBS[:, 1].any()
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("num_kv_heads", [slow(1), 2])
 def test_grouped_queries_equal_multi_head_attention_with_repeated_keys(sharders, num_kv_heads):
   params = make_params(num_kv_heads)
   x_BTD = draw((2, NUM_POSITIONS, DIM), 7)

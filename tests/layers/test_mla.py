@@ -110,9 +110,9 @@ def value_and_gradients(function, params, x_BTD):
 @pytest.mark.parametrize(
   ("q_lora_rank", "mesh"),
   [
-    slow(0, "one device"),
+    (0, "one device"),
     slow(4, "data fsdp tensor"),
-    (4, "context expert fsdp"),
+    slow(4, "context expert fsdp"),
     slow(0, "context tensor"),
   ],
 )

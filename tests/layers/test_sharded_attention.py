@@ -115,7 +115,7 @@ def assert_equal(got, want):
     slow("all_gather", 2, 2, {"window": 11}),
     slow("ring", 0, 2, EVERYTHING),
     ("ring", 1, 4, EVERYTHING),
-    ("ulysses", 0, 2, EVERYTHING),
+    slow("ulysses", 0, 2, EVERYTHING),
     slow("all_gather", 0, 2, EVERYTHING),
     slow("ring", 0, 8, {}),
     slow("ring", 2, 2, {"window": 11}),
@@ -135,7 +135,7 @@ def test_values_and_gradients_equal_those_of_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("strategy", "is_local", "window"), [("ring", True, 11), slow("ulysses", False, 0)]
+  ("strategy", "is_local", "window"), [("ring", True, 11), ("ulysses", False, 0)]
 )
 def test_a_traced_choice_of_the_window_applies(build_sharder, strategy, is_local, window):
   with jax.enable_x64(True):

@@ -166,7 +166,7 @@ def test_dense_family_ignores_the_layer_plan():
   assert jax.tree.map(np.shape, dense) == jax.tree.map(np.shape, without_plan)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek"])
+@pytest.mark.parametrize("family", ["llama", slow("deepseek")])
 def test_mscale_scales_all_channels_of_scores(family):
   """Equivalent to scaling the queries."""
   base = {"decoder_block": family, "base_num_decoder_layers": 1, "rope_type": "yarn"}

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, Config, LoraConfig, ModelConfig, build
 from maxlite.layers.lora import LoraLinear, merge_lora
@@ -81,7 +80,7 @@ def fast_to_compile():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast_to_compile")
-@pytest.mark.parametrize("family", ["llama", slow("deepseek")])
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_initial_adapters_change_nothing_and_merged_ones_are_equivalent(family):
   base, model = (build_decoder(rank, family) for rank in (0, 2))
   key = jax.random.key(0, impl="unsafe_rbg")  # compiles fastest

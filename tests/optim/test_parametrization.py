@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import slow
 
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
@@ -121,8 +120,8 @@ def changes(factor, **keys):
   "keys",
   [
     {"decoder_block": "llama", "logits_via_embedding": True},
-    slow({"decoder_block": "mixtral"}),
-    slow({"decoder_block": "llama", "opt_type": "muon"}),
+    {"decoder_block": "mixtral"},
+    {"decoder_block": "llama", "opt_type": "muon"},
   ],
   ids=lambda keys: " ".join(map(str, keys.values())),
 )

@@ -91,6 +91,7 @@ def test_a_to_b_and_c_equals_two_handwritten_functions(uninterrupted):
   assert ["gap" in row for row in rows] == [row["phase"] == 1 for row in rows]
 
 
+@pytest.mark.slow
 def test_switch_gives_the_same_numbers(uninterrupted):
   alternation = a_to_b_and_c("switch")
   state, rows = take(alternation, alternation.init(make_params()), batches(12))
@@ -175,7 +176,7 @@ def sharded(params, mesh):
   return jax.tree_util.tree_map_with_path(place, params)
 
 
-@pytest.mark.parametrize("strategy", ["separate", "switch"])
+@pytest.mark.parametrize("strategy", ["separate", slow("switch")])
 def test_mesh_equals_one_device(strategy, uninterrupted):
   mesh = jax.make_mesh((8,), ("x",))
   alternation = a_to_b_and_c(strategy, ema_decay=0.5)
@@ -311,6 +312,7 @@ def test_phases_that_train_the_same_leaf_have_separate_optimizer_states():
   assert not np.array_equal(of_halves, of_whole)
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_same_numbers():
   results = []
   for accumulate in (1, 4):
@@ -359,6 +361,7 @@ def test_a_phase_may_have_batches_of_another_shape():
     a_to_b_and_c("switch").compile(state, large, own_batches={"match": small})
 
 
+@pytest.mark.slow
 def test_the_callers_parameters_are_not_donated():
   params = sharded(make_params(), jax.make_mesh((8,), ("x",)))
   alternation = a_to_b_and_c()
@@ -377,9 +380,9 @@ def test_the_documentation_contains_the_script():
   ("script", "arguments", "says"),
   [
     ("alternating.py", "--steps 4", "2 programs"),
-    slow("gan.py", "--steps 4", "radius"),
-    slow("actor_critic.py", "--rounds 40", "round  40  reward"),
-    slow("em.py", "--steps 60", "component with weight 0.67"),
+    ("gan.py", "--steps 4", "radius"),
+    ("actor_critic.py", "--rounds 40", "round  40  reward"),
+    ("em.py", "--steps 60", "component with weight 0.67"),
   ],
 )
 def test_the_scripts_of_the_documentation_run(script, arguments, says, monkeypatch, capsys):

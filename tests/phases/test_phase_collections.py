@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from alternation_cases import ROWS, draw
+from slow_cases import slow
 
 from maxlite.phases import Alternation, Phase
 
@@ -80,8 +81,8 @@ def counts_of_one_collection(a, b):
   ("layout", "has_all_variables"),
   [
     (counts_of_flax, False),
-    (counts_by_model, False),
-    (counts_of_one_collection, False),
+    slow(counts_by_model, False),
+    slow(counts_of_one_collection, False),
     (counts_of_flax, True),
   ],
   ids=["flax", "collections of models", "one collection of models", "all variables"],

@@ -10,7 +10,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from slow_cases import slow
 from tiny import LENGTH, ROWS, mesh_keys
 
 from maxlite.planning.comm_estimate import estimate_collectives
@@ -54,8 +53,8 @@ def payloads(found, kinds):
 @pytest.mark.parametrize(
   ("mesh", "keys"),
   [
-    slow("fsdp=4 tensor=2", LLAMA),
-    slow("data=2 fsdp=4", LLAMA),
+    ("fsdp=4 tensor=2", LLAMA),
+    ("data=2 fsdp=4", LLAMA),
     ("fsdp=2 expert=4", {"sparse_matmul": True}),
   ],
 )

@@ -124,6 +124,7 @@ def test_unknown_topology_exits_with_one_line(capsys):
   assert "maxlite.plan: compile_topology=v9-8 is unknown; write one" in err
 
 
+@pytest.mark.slow
 def test_without_a_compiler():
   arguments = ["compile_topology=h200-8", "base_emb_dim=65536", "base_moe_mlp_dim=262144"]
   code, out, err = plan(arguments)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, take_steps, uneven_batch
 from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
 
@@ -82,7 +83,11 @@ def divergence(models, batch, degrees, **keys):
 
 @pytest.mark.parametrize(
   ("degrees", "temperature", "top_k"),
-  [({}, 2.0, 0), ({"tensor": 4, "data": 2}, 0.5, 100), ({"expert": 2, "tensor": 4}, 1.0, VOCAB)],
+  [
+    ({}, 2.0, 0),
+    slow({"tensor": 4, "data": 2}, 0.5, 100),
+    ({"expert": 2, "tensor": 4}, 1.0, VOCAB),
+  ],
   ids=str,
 )
 def test_divergence_and_its_gradients_are_exact(degrees, temperature, top_k):
@@ -155,7 +160,7 @@ def one_step(teacher):
 @pytest.mark.parametrize(
   ("mesh", "num_micro"),
   [
-    pytest.param("fsdp=4 tensor=2", 1, marks=pytest.mark.slow),
+    ("fsdp=4 tensor=2", 1),
     ("data=2 expert=2 tensor=2", 2),
   ],
 )
@@ -225,6 +230,7 @@ def test_a_run_resumes_bitwise_and_leaves_its_teacher_as_it_was(teacher, folder,
   assert snapshot(teacher) == before
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_teaches(folder):
   cfg = config_of(
     vocab_size=40,

@@ -235,10 +235,10 @@ def one_step():
 @pytest.mark.parametrize(
   ("mesh", "num_micro"),
   [
-    slow("fsdp=2 context=2 tensor=2", 1),
+    ("fsdp=2 context=2 tensor=2", 1),
     ("data=2 expert=2 context=2", 2),
-    slow("fsdp=8", 1),
-    slow("data=2 fsdp=2 tensor=2", 4),
+    ("fsdp=8", 1),
+    ("data=2 fsdp=2 tensor=2", 4),
   ],
 )
 def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro):

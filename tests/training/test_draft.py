@@ -138,6 +138,7 @@ def test_match_head_is_the_mean_divergence_with_its_gradient(degrees, next_token
     np.testing.assert_allclose(parts[name], alone_parts[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES[2:], ids=str)
 def test_the_joint_loss_adds_the_drafts_cross_entropy(degrees, next_token):
   gradients, parts = loss_and_gradients("next_token_and_draft", degrees)
@@ -165,6 +166,7 @@ def test_losses_that_need_draft_heads():
   assert tuple(name for name, loss in LOSSES.items() if loss.drafts) == tuple(DRAFT_LOSSES)
 
 
+@pytest.mark.slow
 def test_only_one_chunk_of_draft_logits_is_in_memory():
   num_rows = 8
   length = 64

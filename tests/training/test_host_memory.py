@@ -3,7 +3,6 @@
 import jax
 import pytest
 import trees
-from slow_cases import slow
 from tiny import mesh_keys, place, uneven_batch
 
 from maxlite.checkpoint.manager import Checkpoints
@@ -32,7 +31,7 @@ def train(trainer, state, seeds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_offloaded", [slow(True), False])
+@pytest.mark.parametrize("saved_offloaded", [True, False])
 def test_training_resumes_across_the_switch_bit_for_bit(trainer_with, tmp_path, saved_offloaded):
   trainer = trainer_with(saved_offloaded)
   other = trainer_with(not saved_offloaded)

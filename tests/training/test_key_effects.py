@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 import trees
-from slow_cases import slow
 from tiny import VOCAB, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
@@ -55,11 +54,12 @@ def test_implementation_keys_do_not_change_the_step(trainer_of):
     np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "other",
   [
     {"normalization_layer_epsilon": 0.5},
-    slow({"rope_max_timescale": 10}),
+    {"rope_max_timescale": 10},
     {"router": "topk_softmax", "norm_topk_prob": "false"},
   ],
   ids=str,
@@ -69,6 +69,7 @@ def test_model_keys_change_the_loss(trainer_of, first_state, expected_loss, othe
   assert abs(loss / expected_loss - 1) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_seed_changes_the_initial_parameters(trainer_of, first_state):
   other_state = trainer_of(decoder_block="mixtral", init_weights_seed=1).init_state()
   embedding = first_state.params["embed"]["embedding"]

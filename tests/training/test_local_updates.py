@@ -12,6 +12,7 @@ import optax
 import pytest
 import trees
 from host_runs import run
+from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
 
@@ -68,7 +69,7 @@ class SquaredError(LossFunction):
     return loss, {"loss": loss, "num_tokens": num_rows}
 
 
-@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize("num_replicas", [slow(1), 4])
 def test_one_local_step_of_sgd_is_data_parallelism_in_float64(num_replicas):
   draw = np.random.default_rng(0)
   batches = []

@@ -7,7 +7,6 @@ import signal
 import jax
 import numpy as np
 import pytest
-from slow_cases import slow
 from tiny import config_of, mesh_keys, place
 from tiny_run import Output, expert_loads, last_manifest, logged, parameter_hash, start
 
@@ -89,14 +88,10 @@ def assert_same_bits(got: object, want: object) -> None:
     assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes(), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-  ("dtype", "mesh", "keys"),
-  [
-    slow("float32", "data=2 expert=4", ACCUMULATED),
-    slow("float64", "data=2 expert=4", ACCUMULATED),
-    ("float32", "expert=4 fsdp=2", {}),
-    slow("float64", "expert=4 fsdp=2", {}),
-  ],
+  ("mesh", "keys"), [("data=2 expert=4", ACCUMULATED), ("expert=4 fsdp=2", {})]
 )
 def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, keys, capfd):
   precisions = {"float32": contextlib.nullcontext, "float64": float64}

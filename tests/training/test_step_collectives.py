@@ -1,7 +1,6 @@
 """The collectives of a compiled training step."""
 
 import pytest
-from slow_cases import slow
 from tiny import mesh_keys
 
 from maxlite.planning.hlo_collectives import collectives
@@ -9,7 +8,8 @@ from maxlite.planning.memory_estimate import bytes_per_device
 from maxlite.planning.plan_run import compile_step
 
 
-@pytest.mark.parametrize("decoder_block", ["mixtral", slow("llama")])
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder_block", ["mixtral", "llama"])
 def test_slices_reduce_accumulated_gradients_once(trainer_of, decoder_block):
   trainer = trainer_of(
     decoder_block=decoder_block,

@@ -44,6 +44,7 @@ def test_padded_members_equal_members_trained_alone():
   assert largest_error(ensemble.member_states(restored), states) == 0
 
 
+@pytest.mark.slow
 def test_one_member_has_no_padding():
   (member,), ensemble = padded([MLP((3, 4))])
   state = ensemble.init(batch(0))

@@ -117,6 +117,7 @@ def test_adapters_on_one_base_equal_solo_runs(strategy):
       assert largest_error(select(got, "kernel"), BASE) == 0
 
 
+@pytest.mark.slow
 def test_the_base_is_held_once():
   for count in (2, 16):
     ensemble = Ensemble(

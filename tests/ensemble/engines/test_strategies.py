@@ -59,6 +59,7 @@ def why_not(family: str, strategy: str, num_devices: int) -> str:
 SLOW = {
   ("hyperparameters", "stacked", 1),
   ("hyperparameters", "fused", 1),
+  ("hyperparameters", "padded", 1),
   ("hyperparameters", "submesh", 1),
   ("hyperparameters", "submesh", 8),
   ("hyperparameters", "switched", 8),
@@ -142,7 +143,7 @@ def _run(program):
   return np.stack(losses), state
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), [("fused", 1), ("submesh", 8)])
+@pytest.mark.parametrize(("strategy", "num_devices"), [("fused", 1), slow("submesh", 8)])
 def test_members_that_are_not_stacked_are_bitwise_equal(
   train_together, own_programs, strategy, num_devices
 ):
@@ -171,7 +172,7 @@ def test_members_on_several_devices_communicate_once_per_metric(train_together):
 
 
 @pytest.mark.parametrize(
-  ("from_strategy", "to_strategy"), [("fused", "submesh"), ("switched", "fused")]
+  ("from_strategy", "to_strategy"), [slow("fused", "submesh"), ("switched", "fused")]
 )
 def test_states_move_between_strategies(train_together, from_strategy, to_strategy):
   num_devices = {"fused": 1, "switched": 8, "submesh": 8}
@@ -187,8 +188,9 @@ def test_states_move_between_strategies(train_together, from_strategy, to_strate
   assert largest_error(metrics, expected) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("family", "strategy"), [slow("numbers", "stacked"), ("structures", "submesh")]
+  ("family", "strategy"), [("numbers", "stacked"), ("structures", "submesh")]
 )
 def test_own_batches(family, strategy):
   members = FAMILIES[family][:2]
@@ -236,7 +238,7 @@ class Segments(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [Slots, slow(Segments)])
+@pytest.mark.parametrize("module", [Slots, Segments])
 def test_members_that_index_by_different_sizes(module):
   members = [Member(module(size), optax.adam(1e-2), seed=size) for size in (3, 5)]
   ensemble = Ensemble(members, loss, devices=jax.devices()[:1])
@@ -262,6 +264,7 @@ class Drawn(nn.Module):
     return nn.Dense(1, kernel_init=self.kernel_init)(x_BTD[:, 0])
 
 
+@pytest.mark.slow
 def test_interleaved_groups_keep_the_order_of_the_members():
   normal = nn.initializers.normal()
   uniform = nn.initializers.uniform()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slow_cases import fast_only, slow
+from slow_cases import slow
 from tiny import KEYS, compilations, fast_compilation, traces
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
@@ -142,7 +142,7 @@ PROBED = {
 
 # The others are slow to compile; test_strategies.py tests all of them.
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", fast_only(CASES, "fused"))
+@pytest.mark.parametrize("strategy", CASES)
 def test_members_equal_their_solo_runs(root, alone, fused, strategy):
   members, mesh = CASES[strategy]
   folder = root / strategy
@@ -243,6 +243,7 @@ def stop_after_3(folder):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   whole, *_ = fused
   folder = root / "interrupted"

@@ -72,10 +72,10 @@ MESHES = {
 # tests/contracts covers every dispatch on every mesh; here each runs on meshes that matter for it.
 CASES = [
   slow(("ragged", "expert=4 tensor=2")),
-  ("ragged buffer", "expert=8"),
+  slow(("ragged buffer", "expert=8")),
   ("all_gather", "context=2 expert=2 fsdp=2"),
   ("dense", "data=2 fsdp=2 tensor=2"),
-  ("capacity", "context=2 expert=2 fsdp=2"),
+  slow(("capacity", "context=2 expert=2 fsdp=2")),
   slow(("ragged", "one device")),
   slow(("ragged", "data=2 fsdp=2 tensor=2")),
   slow(("ragged", "context=2 expert=2 fsdp=2")),
@@ -262,6 +262,7 @@ def test_bfloat16_is_close_and_weight_gradients_stay_float32(sharders, expected)
     assert error.max() < 0.03 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_ungated_experts_and_initial_weights(sharders):
   block = block_of(sharders["one device"], activations=("relu",))
   x_BTD = draw((1, 3, 64), 0).astype(np.float32)
@@ -410,9 +411,8 @@ def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, exp
   assert received_p.max() > int((required - 1 / 8) * EVEN_LOAD)
 
 
-@pytest.mark.parametrize(
-  "dispatch", [slow("ragged"), "dense", slow("all_gather"), slow("capacity")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["ragged", "dense", "all_gather", "capacity"])
 def test_expert_biases_equal_the_reference(build_sharder, dispatch):
   """A bias after a sharded hidden axis is added once."""
   keys = {"expert_bias": True, **DISPATCHES[dispatch]}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
+from slow_cases import fast_only, slow
 
 from maxlite.config.registry import PLAIN_ROUTERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
@@ -33,6 +33,11 @@ CFG = build(
   },
 )
 every_router = pytest.mark.parametrize("router", ROUTERS)
+# The other routers in slow tests.
+two_routers = pytest.mark.parametrize(
+  "router", fast_only(ROUTERS, "softmax_topk", "sigmoid_group_topk")
+)
+one_router = pytest.mark.parametrize("router", fast_only(ROUTERS, "sigmoid_group_topk"))
 
 
 def draw(shape, seed):
@@ -167,7 +172,7 @@ def test_the_routers_differ_on_these_tokens():
   assert len(choices) == 6
 
 
-@every_router
+@two_routers
 def test_the_bias_affects_the_choice_but_not_the_weights(router):
   """A bias that is equal for all, or that raises the chosen experts, changes nothing."""
   one = {"x_BTD": X_BTD[:1, :1], "segment_BT": SEGMENT_BT[:1, :1], "router": router}
@@ -209,7 +214,7 @@ def test_negative_biases_do_not_route_a_token_out_of_its_groups():
   np.testing.assert_array_equal(got.expert_BTK, want.expert_BTK)
 
 
-@every_router
+@one_router
 def test_gradients_equal_central_differences_in_float64(router):
   """Gradients of weights and sums with respect to the router's input and kernel."""
   cfg = dataclasses.replace(
@@ -243,7 +248,7 @@ def test_gradients_equal_central_differences_in_float64(router):
 def test_a_bias_of_the_logits_affects_choice_and_weights():
   router = Router(CFG, jnp.dtype(jnp.float32), use_bias=True)
   params = {"kernel": KERNEL_DE, "logits_bias": BIAS_E}
-  got = router.apply({"params": params}, X_BTD, SEGMENT_BT)
+  got = jax.jit(router.apply)({"params": params}, X_BTD, SEGMENT_BT)
   # Equivalent to an additional channel that is 1 for every token.
   one_BT1 = np.ones_like(X_BTD[..., :1])
   x_BTD = np.concatenate([X_BTD, one_BT1], axis=-1)
@@ -254,7 +259,7 @@ def test_a_bias_of_the_logits_affects_choice_and_weights():
   np.testing.assert_allclose(got.sums.prob_E, want.sums.prob_E, rtol=1e-5)
 
 
-@every_router
+@two_routers
 def test_the_bias_has_no_gradient(router):
   cfg = dataclasses.replace(CFG, router=router, routed_bias=True)
   module = Router(cfg, jnp.dtype(jnp.float32))
@@ -282,7 +287,7 @@ def test_the_initial_bias_is_zero_and_float32_for_any_weight_type():
   assert_equal(zero, plain)
 
 
-@every_router
+@two_routers
 def test_sums_exclude_padding(router):
   sums = route(router=router).sums
   want = expected(router)
@@ -323,7 +328,7 @@ def test_sums_of_batch_parts_add_up():
   jax.tree.map(assert_adds_up, first, second, third, route().sums)
 
 
-@every_router
+@one_router
 def test_random_routing_is_even_and_has_gradients(router):
   num_tokens = 2 * NUM_EXPERTS
   x_BTD = draw((2, NUM_EXPERTS, DIM), 3)
