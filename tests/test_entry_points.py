@@ -115,7 +115,6 @@ def test_evaluate_uses_the_config_of_the_run(trained, other_config):
   assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.usefixtures("trained")
 def test_generate_uses_the_config_of_the_run(other_config):

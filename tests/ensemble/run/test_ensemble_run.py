@@ -242,7 +242,6 @@ def stop_after_3(folder):
   assert "stopped by SIGTERM" in output
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   whole, *_ = fused
