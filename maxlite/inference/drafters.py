@@ -204,7 +204,9 @@ class MtpDrafter(Drafter):
     normed_by_layer = []
     for j in range(self.num_drafts):
       segment_BT = (position_BT <= last_B1 - j).astype(jnp.int32)
-      h_BTD, y_BTD, entries = self._layer(params, j, None, h_BTD, token_BT, segment_BT, position_BT)
+      h_BTD, y_BTD, entries = self.apply_layer(
+        params, j, None, h_BTD, token_BT, segment_BT, position_BT
+      )
       last_B = prompts.length_B - 1 - j
       caches.append(entries)
       last_by_layer.append(_at_columns(h_BTD, last_B))
@@ -250,7 +252,7 @@ class MtpDrafter(Drafter):
     for j in range(self.num_drafts):
       # Column c reads token c after the newest one before the step, 1 + j positions earlier.
       position_BT = jnp.maximum(step.length_B[:, None] + column_1T - j, 0)
-      h_BTD, y_BTD, entries = self._layer(
+      h_BTD, y_BTD, entries = self.apply_layer(
         params, j, draft.caches[j], h_BTD, step.token_BT, segment_BT, position_BT
       )
       caches.append(entries)
@@ -260,7 +262,7 @@ class MtpDrafter(Drafter):
       h_BTD = jnp.concatenate([before_B1D, h_BTD[:, :-1]], axis=1)
     return MtpDraft(tuple(caches), jnp.stack(last_by_layer, axis=1), normed_by_layer[0])
 
-  def _layer(
+  def apply_layer(
     self,
     params: PyTree,
     j: int,
@@ -315,7 +317,7 @@ class _MtpChain:
     previous = list(self._states)
     for j in range(number, self._drafter.num_drafts):
       position_B = jnp.maximum(self._rows.length_B + number - 1 - j, 0)
-      h_B1D, y_B1D, self.caches[j] = self._drafter._layer(
+      h_B1D, y_B1D, self.caches[j] = self._drafter.apply_layer(
         self._params,
         j,
         self.caches[j],

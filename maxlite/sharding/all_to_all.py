@@ -163,7 +163,7 @@ def _exchange(
   x, chunks, _ = pvary(x, chunks, jax.lax.axis_index(mesh_axes))
 
   def emulated(x: jax.Array, chunks: Chunks) -> jax.Array:
-    return _emulated_all_to_all(x, chunks, num_rows, mesh_axes, zeros)
+    return padded_all_to_all(x, chunks, num_rows, mesh_axes, zeros)
 
   def native(x: jax.Array, chunks: Chunks) -> jax.Array:
     return _native_all_to_all(x, chunks, num_rows, mesh_axes, zeros)
@@ -189,10 +189,10 @@ def _native_all_to_all(
   )
 
 
-def _emulated_all_to_all(
+def padded_all_to_all(
   x: jax.Array, chunks: Chunks, num_rows: int, mesh_axes: MeshAxes, zeros: bool
 ) -> jax.Array:
-  """The same rows by an ordinary all-to-all of one padded block per pair of shards.
+  """The ragged collective, emulated by an all-to-all of one padded block per pair of shards.
 
   A block has the size of the smaller buffer, which bounds the rows between two shards. Undefined
   rows are NaN, so that results show if one is read.
@@ -304,7 +304,7 @@ def _wrong_rows(
 ) -> jax.Array:
   """Number of rows that arrive at this shard by `move` unlike those of the emulation."""
   x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, _LANES))
-  expected = _emulated_all_to_all(x, chunks, num_out, plan.mesh_axes, zeros=True)
+  expected = padded_all_to_all(x, chunks, num_out, plan.mesh_axes, zeros=True)
   num_arrived = jnp.sum(chunks.recv_sizes, dtype=jnp.int32)
   arrived = jnp.arange(num_out, dtype=jnp.int32) < num_arrived
   is_wrong = jnp.any(move(x, plan) != expected, axis=1) & arrived

@@ -19,8 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.sharding.all_to_all import Chunks, DispatchPlan, dispatch, plan_dispatch
-from maxlite.sharding.all_to_all import _emulated_all_to_all as padded_all_to_all
+from maxlite.sharding.all_to_all import (
+  Chunks,
+  DispatchPlan,
+  dispatch,
+  padded_all_to_all,
+  plan_dispatch,
+)
 
 AXES = ("expert",)
 ROUNDS = 5
