@@ -23,7 +23,7 @@ from maxlite.hf.hf_config import find_family, model_keys
 from maxlite.hf.load_model import abstract_params, trainer_of_model
 from maxlite.hf.tensor_mapping import axis_layout
 
-# Together these have every kind of tensor; the others differ in names.
+# Of the default tests: dense, fused and recurrent layers, latent attention, and experts.
 FAST = ("deepseek_v3", "gpt_oss", "granitemoe", "llama", "phi3", "qwen3_5_moe_text", "smollm3")
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 

@@ -164,11 +164,9 @@ def test_values_may_have_more_channels_than_keys():
   assert_all_close(run("dot_product", case, window=9), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ("backend", "dtype", "atol"),
-  [slow(name, jnp.float32, 1e-5) for name in OTHERS]
-  + [slow(name, jnp.bfloat16, 0.06) for name in OTHERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.06)])
 def test_backends_agree_in_narrow_types(backend, dtype, atol):
   case = make_case(dtype=dtype)
   options = SUPPORTED.get(backend, EVERYTHING)
@@ -304,7 +302,8 @@ def test_sharded_queries_get_their_slice_of_the_result(backend):
   assert_all_close(together, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", fast_only(BACKENDS, "reference"))
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_and_checkpoint_change_nothing(backend):
   case = make_case(dtype=np.float32)
   stacked = jax.tree.map(lambda a: np.stack([a, 2 * a]), case)
