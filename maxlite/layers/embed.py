@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import AxisType
 
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import ROWS, Sharder
+from maxlite.sharding.collectives import gather_weight, psum, pvary
 
 
 class Embed(nn.Module):
@@ -23,10 +25,15 @@ class Embed(nn.Module):
     self.embedding = self.param("embedding", init, shape, weight_dtype)
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-    # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.
-    table_VD = self.embedding.astype(self.cfg.dtype)
-    table_VD = self.sharder.constrain(table_VD, ("vocab", None))
-    x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
+    # XLA of jax 0.12 aborts where it partitions, inside a shard_map, a lookup in sharded rows.
+    is_inside_shard_map = AxisType.Manual in self.sharder.mesh.axis_types
+    if is_inside_shard_map and self.sharder.num_shards("vocab") > 1:
+      x_BTD = _look_up_on_shards(self.embedding, tokens_BT, self.cfg, self.sharder)
+    else:
+      # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.
+      table_VD = self.embedding.astype(self.cfg.dtype)
+      table_VD = self.sharder.constrain(table_VD, ("vocab", None))
+      x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
     if self.cfg.family.scaled_embedding:
       scale = jnp.asarray(self.cfg.base_emb_dim**0.5, x_BTD.dtype)
       x_BTD = x_BTD * scale
@@ -37,6 +44,33 @@ class Embed(nn.Module):
   def unembedding(self) -> jax.Array:
     """w_DV: the table as the projection to logits."""
     return self.embedding.T
+
+
+def _look_up_on_shards(
+  table_VD: jax.Array, tokens_BT: jax.Array, cfg: ModelConfig, sharder: Sharder
+) -> jax.Array:
+  """x_BTD: the rows of a table whose rows are sharded, each from the shard that has it."""
+  vocab_axes = sharder.mesh_axes("vocab")
+  embed_axes = sharder.mesh_axes("embed")
+  dtype = jnp.dtype(cfg.dtype)
+
+  def on_shard(table_vd: jax.Array, tokens_bt: jax.Array) -> jax.Array:
+    table_vd, tokens_bt = pvary(table_vd, tokens_bt)
+    table_vD = gather_weight(table_vd, dtype, embed_axes, axis=1).astype(dtype)
+    num_rows = table_vD.shape[0]
+    row_bt = tokens_bt - num_rows * jax.lax.axis_index(vocab_axes)
+    is_here_bt = (row_bt >= 0) & (row_bt < num_rows)
+    x_btD = jnp.take(table_vD, row_bt, axis=0, mode="clip")
+    return psum(jnp.where(is_here_bt[..., None], x_btD, 0), vocab_axes)
+
+  on_shards = jax.shard_map(
+    on_shard,
+    mesh=sharder.mesh,
+    in_specs=(sharder.spec(("vocab", "embed")), sharder.spec(ROWS)),
+    out_specs=sharder.spec((*ROWS, None)),
+    check_vma=sharder.check_vma,
+  )
+  return on_shards(table_VD, jnp.clip(tokens_BT, 0, table_VD.shape[0] - 1))
 
 
 class Unembed(nn.Module):
