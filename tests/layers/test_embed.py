@@ -56,6 +56,39 @@ def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, me
   np.testing.assert_allclose(got_VD, want_VD, atol=1e-5)
 
 
+def test_a_lookup_inside_a_shard_map_equals_plain_indexing(build_sharder):
+  """With the axes and the shard_map over `data` of accumulation, see DecoderLoss."""
+  sharder = build_sharder({"data": 2, "fsdp": 2, "tensor": 2})
+  embed = Embed(config_of(16, 8), sharder.inside_shard_map("data"))
+  draw = np.random.default_rng(0)
+  tokens_BT = draw.integers(0, 16, (8, 6), np.int32)
+  table_VD = draw.normal(size=(16, 8)).astype(np.float32)
+  dx_BTD = draw.normal(size=(8, 6, 8)).astype(np.float32)
+
+  def values_and_gradient(table_VD, tokens_BT, dx_BTD):
+    def lookup(table_VD):
+      return embed.apply({"params": {"embedding": table_VD}}, tokens_BT)
+
+    x_BTD, pull_back = jax.vjp(lookup, table_VD)
+    (dtable_VD,) = pull_back(dx_BTD)
+    return x_BTD, jax.lax.psum(dtable_VD, "data")
+
+  run = jax.shard_map(
+    values_and_gradient,
+    mesh=sharder.mesh,
+    in_specs=(jax.P(), jax.P("data"), jax.P("data")),
+    out_specs=(jax.P("data"), jax.P()),
+    axis_names={"data"},
+    check_vma=False,  # as in DecoderLoss
+  )
+  table = jax.device_put(table_VD, sharder.sharding(("vocab", "embed")))
+  x_BTD, dtable_VD = jax.jit(run)(table, tokens_BT, dx_BTD)
+  np.testing.assert_array_equal(x_BTD, table_VD[tokens_BT])
+  want_VD = np.zeros((16, 8))
+  np.add.at(want_VD, tokens_BT, dx_BTD)
+  np.testing.assert_allclose(dtable_VD, want_VD, atol=1e-5)
+
+
 def test_initial_tables_give_logits_of_unit_variance(sharders):
   """For normalised hidden states."""
   embed = Embed(config_of(32, 256), sharders["one device"])
