@@ -173,12 +173,13 @@ def plain_step(cfg: Config) -> Callable[[], Any]:
       k_BHSC = project(x_TD, layer["key"])
       v_BHSC = project(x_TD, layer["value"])
       o_BHTC = (q_BHTC @ k_BHSC.swapaxes(2, 3)) @ v_BHSC
-      x_TD = o_BHTC.swapaxes(1, 2).reshape(num_tokens, -1) @ layer["out"]
-      # The sum keeps both products in the gradient without an activation.
-      x_TD = (x_TD @ layer["wi_0"] + x_TD @ layer["wi_1"]) @ layer["wo"]
+      o_TD = o_BHTC.swapaxes(1, 2).reshape(num_tokens, -1) @ layer["out"]
+      # The sum needs no activation. If both products had the same input, both matrices would have
+      # the same gradient, and XLA would compute it once.
+      x_TD = (x_TD @ layer["wi_0"] + o_TD @ layer["wi_1"]) @ layer["wo"]
     return jnp.sum(x_TD @ params["unembed"])
 
-  step = jax.jit(jax.grad(forward, argnums=(0, 1)))
+  step = jax.jit(jax.value_and_grad(forward, argnums=(0, 1)))
 
   def run() -> None:
     jax.block_until_ready(step(params, x_TD))
