@@ -137,9 +137,11 @@ def _gather_and_multiply(
   kernel: jax.Array,
 ) -> jax.Array:
   """The product on one shard."""
+  # Before the barrier, so that the sum of x's gradient over shards comes after it: XLA:TPU adds the
+  # gradients of layers with the same input before it sums them.
+  x, kernel = pvary(x, kernel)
   # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
   x, kernel = jax.lax.optimization_barrier((x, kernel))
-  x, kernel = pvary(x, kernel)
   for axis, mesh_axes in enumerate(plan.gathered):
     kernel = gather_weight(kernel, x.dtype, mesh_axes, axis)
   kernel = checkpoint_name(kernel, _GATHERED)

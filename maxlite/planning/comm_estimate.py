@@ -343,7 +343,8 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
 
   Products of linear layers are summed in float32, those of tables and experts in the dtype of
   activations; on TPUs also the input gradients of linear layers, and the products that the backward
-  pass recomputes. The two or three input weights of an expert share one sum.
+  pass recomputes. The two or three input weights of an expert share one sum; on TPUs so do linear
+  layers with the same input, whose input gradients XLA adds first.
   """
   if not weight.product:
     return
@@ -351,6 +352,9 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
     return
   is_linear = weight.kind == "linear"
   is_input_gradient = weight.product == "out"
+  is_added_first = is_linear and is_input_gradient and step.is_on_tpu
+  if is_added_first and weight.path[-2] in ("key", "value", "wi_1"):
+    return  # the sum of `query` or `wi_0` includes it
   backward_bytes = step.compute_bytes
   forward_bytes = step.compute_bytes
   if is_linear:

@@ -149,6 +149,20 @@ def test_the_plan_of_a_tpu_slice():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_tpu_adds_gradients_of_one_input_before_it_sums_them_over_tensor():
+  """The estimate counts a sum for query, key and value, and one for both inputs of the MLP."""
+  arguments = ["decoder_block=llama", "dtype=bfloat16", "compile_topology=v5p-8"]
+  arguments += ["ici_tensor_parallelism=2", "base_num_decoder_layers=1", "base_emb_dim=2048"]
+  arguments += ["base_mlp_dim=256", "max_target_length=256", "attention=chunked"]
+  code, out, err = plan(arguments)
+  assert (code, err) == (0, "")
+  ((estimated, compiled),) = re.findall(r"^tensor +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+  assert float(compiled) > 0.1  # GB
+  assert float(compiled) == pytest.approx(float(estimated), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_a_tpu_keeps_optimizer_state_and_activations_in_host_memory():
   arguments = ["decoder_block=llama", "dtype=bfloat16", "compile_topology=v5p-8"]
   arguments += ["base_emb_dim=256", "base_mlp_dim=512", "max_target_length=128", "head_dim=128"]

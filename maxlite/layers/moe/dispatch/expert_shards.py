@@ -82,11 +82,11 @@ def _gather_and_apply(
   weights: ExpertWeights,
 ) -> tuple[jax.Array, DispatchCounts]:
   """(y_btD, counts over all shards), on one shard of the mesh."""
+  # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
+  x_btD, weight_btK, weights = pvary(x_btD, weight_btK, weights)
   if sharder.num_shards("embed_no_exp") > 1:
     # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
     x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
-  # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
-  x_btD, weight_btK, weights = pvary(x_btD, weight_btK, weights)
   gathered = _keep_bias_once(_gather(weights, sharder, x_btD.dtype), sharder)
   x_TD = _merge_rows(x_btD)
   expert_TK = _merge_rows(expert_btK)
