@@ -12,8 +12,8 @@ from maxlite.planning.hlo_cost import filled_shares, is_kernel, kernel_cost, sha
 _ALLOCATION = re.compile(r'custom_call_target="(?:AllocateBuffer|CreateBuffer)"')
 # Nothing is moved: the result is an operand, or is counted elsewhere.
 _FREE = re.compile(
-  "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|call-start|"
-  "async-(start|update)|after-all|add-dependency|opt-barrier|partition-id|.*-done"
+  "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|"
+  "(async|call)-(start|update)|after-all|add-dependency|opt-barrier|partition-id|.*-done"
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")

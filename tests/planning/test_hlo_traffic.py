@@ -18,7 +18,8 @@ from maxlite.planning.hlo_traffic import hbm_traffic
 from maxlite.planning.roofline import step_bounds
 
 # A row updated in place and read by nested fusions, buffers without contents, an asynchronous
-# permute, a slice into on-chip memory, and a kernel on a receive buffer that is a quarter full.
+# permute, a slice into on-chip memory, a gather that the SparseCore runs, and a kernel on a receive
+# buffer that is a quarter full.
 TPU_PROGRAM = Path(__file__).with_name("tpu_traffic.hlo.txt").read_text()
 ROW = 128 * 4
 # An all-gather that starts in one fusion, proceeds in that of a matmul, and ends in a third.
@@ -35,8 +36,9 @@ def test_forms_that_only_tpus_print():
     ("collectives", 2 * 4096 * ROW),
     ("slices and updates", 16 * ROW),  # written to on-chip memory
     ("copies", 2 * 4096 * ROW),
+    ("gathers and scatters", 2 * 16 * ROW),
   ]
-  assert [part.source for part in traffic] == ["layers/a.py:5", *[""] * 5]
+  assert [part.source for part in traffic] == ["layers/a.py:5", *[""] * 6]
   assert matmul_flops(module) == (1000, 0)
 
 
