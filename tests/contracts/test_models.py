@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.linen import meta
 from slow_cases import fast_only, slow
@@ -171,12 +172,22 @@ def test_bfloat16_is_close_to_float32(family, compiled, params_of):
     # With all experts chosen, rounding cannot choose another one.
     keys["num_experts_per_tok"] = 4
   exact = compiled(family, **keys)
-  value, gradients = jax.device_get(exact(params_of(family), BATCH))
+  params = params_of(family)
+  value, gradients = jax.device_get(exact(params, BATCH))
   rounding = compiled(family, dtype="bfloat16", **keys)
-  got, rounded = rounding(params_of(family), BATCH)
+  got, rounded = rounding(params, BATCH)
   assert got == pytest.approx(value, abs=0.01)
   assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {np.dtype(np.float32)}
-  assert_trees_close(rounded, gradients, 0.08)
+  # What rounding the parameters alone changes is no error of the computation.
+  params_in_bfloat16 = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  nearby_params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params_in_bfloat16)
+  _, nearby = exact(nearby_params, BATCH)
+  assert distance(rounded, gradients) < 3 * distance(nearby, gradients)  # measured: 0.8 to 2.5
+
+
+def distance(tree, other):
+  """The norm of the difference of two trees."""
+  return optax.tree.norm(jax.tree.map(jnp.subtract, tree, other))
 
 
 # test_moe_net.py has deepseek on meshes; sinks and biases of experts, which only gpt_oss has, are
