@@ -137,10 +137,13 @@ def sharder_of(**degrees):
   return Sharder(mesh)
 
 
-def model_of(family, sharder=None, **changes):
+def model_config(family, **changes):
   own = FAMILY_KEYS.get(family, {}) | changes
-  cfg = build(Config, DEFAULTS | TINY | {"decoder_block": family} | own).model
-  return Decoder(cfg, sharder or sharder_of())
+  return build(Config, DEFAULTS | TINY | {"decoder_block": family} | own).model
+
+
+def model_of(family, sharder=None, **changes):
+  return Decoder(model_config(family, **changes), sharder or sharder_of())
 
 
 def abstract_params(family, **changes):
