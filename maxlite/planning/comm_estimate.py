@@ -43,6 +43,13 @@ _OUTPUTS = {
   "out": "out_proj",
   "router": "",  # never saved
 }
+# Module -> those of its linear layers that have the same input as `query` or `wi_0`.
+_SAME_INPUT = {
+  "attention": ("key", "value", "gate"),
+  "gated_delta": ("key", "value", "gate", "beta", "decay"),
+  "mlp": ("wi_1",),
+  "shared_experts": ("wi_1",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +215,12 @@ class _Weight:
     """Whether XLA inserts its collectives; others go through `gather_weight`."""
     return self.path[0] == "embed" or "router" in self.path
 
+  @property
+  def has_same_input(self) -> bool:
+    """Whether its module has another linear layer with the same input, which comes first."""
+    *_, module, layer, _ = self.path
+    return layer in _SAME_INPUT.get(module, ())
+
   def is_recomputed(self, step: _Step) -> bool:
     """Whether the backward pass recomputes its output separately."""
     for part in self.path:
@@ -352,8 +365,7 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
     return
   is_linear = weight.kind == "linear"
   is_input_gradient = weight.product == "out"
-  is_added_first = is_linear and is_input_gradient and step.is_on_tpu
-  if is_added_first and weight.path[-2] in ("key", "value", "wi_1"):
+  if is_linear and is_input_gradient and step.is_on_tpu and weight.has_same_input:
     return  # the sum of `query` or `wi_0` includes it
   backward_bytes = step.compute_bytes
   forward_bytes = step.compute_bytes
