@@ -18,7 +18,6 @@ GRADIENT = 1e-4
 LOSS = 1e-5
 LOSSES = 1e-4
 # Families whose results the default tests compare; compiling each takes seconds.
-# Of the default tests.
 FAST = ("deepseek_v3", "gpt_oss", "granitemoe", "llama", "qwen3_next", "smollm3")
 
 

@@ -153,7 +153,8 @@ def test_a_tpu_adds_gradients_of_one_input_before_it_sums_them_over_tensor():
   """The estimate counts a sum for query, key and value, and one for both inputs of the MLP."""
   arguments = ["decoder_block=llama", "dtype=bfloat16", "compile_topology=v5p-8"]
   arguments += ["ici_tensor_parallelism=2", "base_num_decoder_layers=1", "base_emb_dim=2048"]
-  arguments += ["base_mlp_dim=256", "max_target_length=256", "attention=chunked"]
+  arguments += ["base_mlp_dim=256", "max_target_length=256", "per_device_batch_size=8"]
+  arguments += ["attention=chunked"]
   code, out, err = plan(arguments)
   assert (code, err) == (0, "")
   ((estimated, compiled),) = re.findall(r"^tensor +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
