@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))["read_mutants"]()
 
 
+@pytest.mark.slow  # tools/slow_tests.sh: an edit may make the text of a bug stale
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_can_be_planted(mutant):
   source = (ROOT / mutant.file).read_text("utf-8")
