@@ -12,10 +12,11 @@ import socket
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from maxlite.config import tokenizer_files
 from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
@@ -35,8 +36,8 @@ from maxlite.config.object_store import (
 from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
 from maxlite.config.rules.violation import ENSEMBLE_KEYS
-from maxlite.config.saved import differences, read_values
-from maxlite.config.schema import KEYS
+from maxlite.config.saved import differences, read_values, save_resolved
+from maxlite.config.schema import KEYS, Section, flatten
 from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
@@ -54,8 +55,6 @@ class RunFolder:
   On an object store, `directory` is a copy on this machine; see `RunMirror`.
   """
 
-  TOKENIZER = "tokenizer"
-
   def __init__(self, directory: Path | str) -> None:
     """Raise UserError if `directory` is on an object store that cannot be read."""
     self.mirror: RunMirror | None = None
@@ -67,7 +66,7 @@ class RunFolder:
       self.directory = self.mirror.directory
     self.config = self.directory / "config.yml"
     self.model = self.directory / MODEL_FILE  # only in an imported run: the keys of its model
-    self.tokenizer = self.directory / self.TOKENIZER  # only in an imported run
+    self.tokenizer = self.directory / tokenizer_files.FOLDER  # if data have one
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
@@ -234,6 +233,9 @@ class RunFolder:
     saved = read_values(self.config)
     self._check_kind(saved, values)
     changes: Changes = differences(saved, values)
+    for key in tokenizer_files.OWNED_KEYS:
+      if key in changes and self._is_owned(key, *changes[key]):
+        del changes[key]
     settings_before = []
     settings_now = []
     for name in self._fixed_keys(changes):
@@ -248,6 +250,11 @@ class RunFolder:
         f"another run_name, or set {before}"
       )
     return changes
+
+  def _is_owned(self, key: str, saved: str, now: str) -> bool:
+    """Return whether `now` names the file that the run has a copy of, at `saved`."""
+    is_here = Path(saved).is_relative_to(self.tokenizer)
+    return is_here and tokenizer_files.is_same_file(key, now, saved)
 
   def _fixed_keys(self, changes: Changes) -> list[str]:
     """Return those of the changed keys that may not change."""
@@ -281,14 +288,18 @@ class RunFolder:
         f"run_name; load_parameters_path={self.place} starts all members from its parameters"
       )
 
-  def save_config(self, changes: Changes | None, save: Callable[[Path], None]) -> None:
-    """Write config.yml with `save(path)` if it changed; the previous is kept as config.N.yml."""
+  def save_config(self, config: Section, changes: Changes | None) -> None:
+    """Write config.yml if it changed; the previous one is kept as config.N.yml.
+
+    Before that, the tokenizer that `config`, of all keys, names is copied to the folder.
+    """
+    is_copied = tokenizer_files.copy_tokenizer(flatten(config), self.directory)
     is_first_start = changes is None
     if not is_first_start:
-      if not changes:
+      if not (changes or is_copied):
         return
       shutil.copyfile(self.config, self._unused_config_path())
-    save(self.config)
+    save_resolved(config, self.config)
     self.upload()
 
   def _unused_config_path(self) -> Path:

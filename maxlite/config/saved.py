@@ -1,6 +1,6 @@
 """The resolved config of a run on disk: save, read, compare."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import yaml
@@ -9,7 +9,8 @@ from maxlite.config.config_field import KeyValue
 from maxlite.config.file_io import write_atomically
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.raw_values import show
-from maxlite.config.schema import DEFAULTS, KEYS, SECTIONS, Config, flatten
+from maxlite.config.schema import DEFAULTS, KEYS, SECTIONS, Config, Section, flatten
+from maxlite.config.tokenizer_files import owned_values
 from maxlite.config.values import SECRETS, parse
 from maxlite.config.yaml_files import read_file
 
@@ -20,9 +21,13 @@ MACHINE_KEYS = tuple(
 )
 
 
-def save_resolved(config: Config, path: Path) -> None:
-  """Write all keys except secrets as YAML in schema order, by section, and atomically."""
+def save_resolved(config: Section, path: Path) -> None:
+  """Write all keys except secrets as YAML in schema order, by section, and atomically.
+
+  The files of a tokenizer of which the folder of `path` has a copy are named relative to it.
+  """
   values = public_values(config)
+  values |= owned_values(values, path.parent)
   text = "# All keys of one command, resolved: a model_name is not applied again when loaded.\n"
   for title, keys in SECTIONS.items():
     text += f"\n# {title}\n"
@@ -32,17 +37,19 @@ def save_resolved(config: Config, path: Path) -> None:
   write_atomically(path, text)
 
 
-def public_values(config: Config) -> dict[str, KeyValue]:
+def public_values(config: Section) -> dict[str, KeyValue]:
   """{key: value} of all keys that may be saved, shown and sent to trackers: all but secrets."""
   values = flatten(config)
   return {name: value for name, value in values.items() if not KEYS[name].field.secret}
 
 
-def save_keys(values: Mapping[str, KeyValue], path: Path) -> None:
-  """Write these keys as YAML."""
+def save_keys(config: Section, names: Collection[str], path: Path) -> None:
+  """Write these keys of `config` as YAML, a tokenizer's files as `save_resolved` does."""
   text = "# The keys that this run's weights depend on.\n"
-  for name, value in values.items():
-    text += _line(name, value)
+  values = flatten(config)
+  values |= owned_values(values, path.parent)
+  for name in names:
+    text += _line(name, values[name])
   path.write_text(text, encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from maxlite.config.object_store import AnyPath
 from maxlite.config.python_files import PythonFile, python_settings
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.schema import KEYS, ModelConfig, flatten
+from maxlite.config.tokenizer_files import OWNED_KEYS, resolve_owned
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -50,7 +51,10 @@ def read_file(path: AnyPath, referrer: str) -> list[Setting]:
       errors.append(UserError(mistake))
       continue
     try:
-      settings[name] = Setting(name, from_yaml(node, str(path)), source)
+      raw = from_yaml(node, str(path))
+      if name in OWNED_KEYS and isinstance(raw, str):
+        raw = resolve_owned(raw, path.parent)
+      settings[name] = Setting(name, raw, source)
     except YamlValueError as error:
       if name in KEYS or name == BASE_CONFIG:
         errors.append(UserError(f"{source}: {name} {error}"))

@@ -14,6 +14,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
+from maxlite.config.tokenizer_files import require_unchanged
 from maxlite.data.tokenizer_config import find_special_ids, read_tokenizer_config
 
 MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundred thousand
@@ -341,6 +342,8 @@ def open_tokenizer(cfg: DataConfig) -> Tokenizer:
   """Open the tokenizer that `cfg` names; raise UserError if it cannot be read."""
   path = ""
   if cfg.tokenizer_path:
-    path = str(local_tokenizer(cfg.tokenizer_path))
+    file = local_tokenizer(cfg.tokenizer_path)
+    require_unchanged(file.parent)
+    path = str(file)
   tokenizer_class = TOKENIZERS[cfg.tokenizer_type]
   return tokenizer_class(path)

@@ -45,6 +45,9 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
   ids: dict[str, list[int]] = {"bos_token": [], "eos_token": []}
   for name in _ID_FILES:
     values = _read(folder / name)
+    text_model = values.get("text_config")
+    if isinstance(text_model, dict):  # of a model that reads images too
+      values = text_model | values
     for key, earlier in ids.items():
       found = _ids(values.get(f"{key}_id"), folder / name)
       ids[key] = earlier or found

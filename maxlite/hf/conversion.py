@@ -27,12 +27,13 @@ from maxlite.config.object_store import is_remote, join, list_names, local_folde
 from maxlite.config.raw_values import show
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
+from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
 from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
-from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
+from maxlite.hf.hf_tokenizer import tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.text_model import other_parts
@@ -71,15 +72,8 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   for path, chunked in read.items():
     counted = functools.partial(_counted, path, chunked, not_finite)
     params[path] = dataclasses.replace(chunked, chunks=counted)
-  tokenizer_path = cfg.data.tokenizer_path
-  copies_tokenizer = bool(tokenizer_path) and tokenizer_path == tokenizer.get("tokenizer_path")
-  if copies_tokenizer:
-    copy = join(target, RunFolder.TOKENIZER, Path(tokenizer_path).name)
-    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=copy))
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
-    if copies_tokenizer:
-      copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
   damaged = {path for path, count in not_finite.items() if count}
   if damaged:
@@ -292,9 +286,9 @@ def _write_run(
   folder: RunFolder, cfg: Config, fixed: Sequence[str], params: Mapping[str, ChunkedArray]
 ) -> None:
   """Write a run that starts from `params` and keeps the keys `fixed`, whatever files set later."""
+  copy_tokenizer(flatten(cfg), folder.directory)
   save_resolved(cfg, folder.config)
-  values = flatten(cfg)
-  save_keys({name: values[name] for name in fixed}, folder.model)
+  save_keys(cfg, fixed, folder.model)
   write_parameters(folder.checkpoints.absolute() / "0", params)
 
 

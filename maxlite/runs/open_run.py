@@ -12,7 +12,7 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, UserError, exit_on_user_error, public_values, save_resolved
+from maxlite.config import Config, UserError, exit_on_user_error, public_values
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
@@ -201,7 +201,7 @@ def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None
   """Save the config of the run from process 0, once all processes have opened the run."""
   barrier("the run is open")  # before the first file is written
   if jax.process_index() == 0:
-    folder.save_config(changes, lambda path: save_resolved(cfg, path))
+    folder.save_config(cfg, changes)
 
 
 def open_best_loss(

@@ -12,7 +12,7 @@ import pytest
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.saved import read_saved, save_resolved
+from maxlite.config.saved import read_saved
 from maxlite.config.schema import Config, flatten
 
 
@@ -26,7 +26,7 @@ def start(folder, **changes):
     sections[field.name] = dataclasses.replace(section, **own_changes)
   config = Config(**sections)
   found = folder.config_changes(flatten(config))
-  folder.save_config(found, lambda path: save_resolved(config, path))
+  folder.save_config(config, found)
   return found
 
 

@@ -13,6 +13,7 @@ from maxlite.config.rules.violation import (
   largest_divisor,
 )
 from maxlite.config.schema import Config, flatten
+from maxlite.config.tokenizer_files import FOLDER, MAIN_FILES
 from maxlite.config.yaml_files import CONFIGS
 
 # Keys that change the shape of batches during a run.
@@ -30,14 +31,13 @@ def tokenizer(cfg: Config) -> Violations:
       f"{entry.units} need {entry.min_vocab_size} ids; write vocab_size={entry.min_vocab_size}",
     )
   keys = ["tokenizer_path", "tokenizer_type"]
-  has_file = is_file(data.tokenizer_path)
-  if has_file and not entry.needs_file:
+  if is_file(data.tokenizer_path) and not entry.needs_file:
     with_file = [name for name, other in TOKENIZERS.entries().items() if other.needs_file]
     yield Violation(
       keys,
       f"{entry.units} need no file; write tokenizer_type={' or '.join(with_file)}, or no path",
     )
-  if not has_file and (entry.needs_file or data.tokenizer_path):
+  if entry.needs_file and not data.tokenizer_path:
     yield Violation(keys, tokenizer_fix(data.tokenizer_path))
 
 
@@ -45,8 +45,6 @@ def chat(cfg: Config) -> Violations:
   """The rules on conversations and their template."""
   data = cfg.data
   template = data.chat_template_path
-  if template and not is_file(template):
-    yield Violation(["chat_template_path"], template_fix(template, CONFIGS.parent))
   if not SOURCES.entry(data.dataset_type).has_conversations:
     if not data.packing:
       yield Violation(
@@ -137,8 +135,16 @@ def schedules(cfg: Config) -> Violations:
 
 
 def data_files(cfg: Config) -> Violations:
-  """The rules on the files of data; they are checked only by commands that read them."""
+  """The rules on the files of data and of the tokenizer, for commands that read them.
+
+  Commands that open a run read the tokenizer in its folder.
+  """
   data = cfg.data
+  if data.tokenizer_path and not is_file(data.tokenizer_path):
+    yield Violation(["tokenizer_path", "tokenizer_type"], _tokenizer_fix(cfg))
+  template = data.chat_template_path
+  if template and not is_file(template):
+    yield Violation(["chat_template_path"], template_fix(template, CONFIGS.parent))
   if SOURCES.entry(data.dataset_type).is_synthetic:
     return
   if data.dataset_mixture:  # its sources are validated one by one
@@ -149,6 +155,16 @@ def data_files(cfg: Config) -> Violations:
     yield from _data_file("dataset_path", path, data.dataset_type)
   for path in data.eval_dataset_path:
     yield from _data_file("eval_dataset_path", path, data.dataset_type)
+
+
+def _tokenizer_fix(cfg: Config) -> str:
+  """What to write instead of a tokenizer_path that is not a file."""
+  path = cfg.data.tokenizer_path
+  folder = os.path.join(cfg.run.base_output_directory, cfg.run.run_name, FOLDER)
+  own = os.path.join(folder, MAIN_FILES.get(cfg.data.tokenizer_type, os.path.basename(path)))
+  if is_file(own):
+    return f"no such file; write tokenizer_path={own}, the copy that the run has"
+  return tokenizer_fix(path)
 
 
 def _data_file(key: str, entry: str, dataset_type: str) -> Violations:

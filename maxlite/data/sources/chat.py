@@ -14,6 +14,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
+from maxlite.config.tokenizer_files import require_unchanged
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import ChatTemplate, Message, RenderedText
 from maxlite.data.sources.jsonl import JsonRow, read_objects
@@ -152,6 +153,7 @@ def open_chat(
     path = Path(cfg.chat_template_path).expanduser()
     if not path.is_file():
       raise UserError(f"chat_template_path={path} is not a file: name a Jinja2 template")
+    require_unchanged(path.parent)
     place = f"chat_template_path={path}"
     source = read_template(path, place)
   if not source:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.config import Config, save_resolved
+from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
@@ -113,7 +113,7 @@ class MemberRun:
   def save_config(self) -> None:
     """Write the config, if it is new or has changed, in process 0."""
     if jax.process_index() == 0:
-      self.folder.save_config(self.changes, lambda path: save_resolved(self.config, path))
+      self.folder.save_config(self.config, self.changes)
     self.changes = {}
 
   def open_writers(self) -> Writers:
