@@ -36,9 +36,9 @@ def main() -> int:
     folder = _pop_folder(command, argv)
     # Report mistakes before JAX is imported.
     if command[0] in ("to_hf", "to_peft"):
-      cfg = config_of_run(argv)
+      cfg = config_of_run(argv, f"maxlite.convert {command[0]}")
     else:
-      cfg = load_config(argv, needs_data=False)
+      cfg = load_config(argv, needs_data=False, command=f"maxlite.convert {command[0]}")
     if command[0] != "from_hf" and not cfg.convert.output_path:
       raise UserError("output_path is missing: write output_path=NAME for the result")
     if command[0] == "from_hf" and "://" not in folder:

@@ -30,7 +30,9 @@ COMPILE_ONLY_ENV = NO_TPU_ENVIRONMENT | {
 
 def main() -> int:
   arguments = [argument for argument in sys.argv[1:] if argument not in (PHASES, ESTIMATE)]
-  cfg = main_config(arguments, "maxlite.plan", needs_data=False, usage=_USAGE)
+  cfg = main_config(
+    arguments, "maxlite.plan", needs_data=False, usage=_USAGE, command="maxlite.plan"
+  )
   with exit_on_user_error("maxlite.plan"):
     check_model_folders(cfg)
     if name := cfg.plan.compile_topology:

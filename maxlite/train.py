@@ -10,7 +10,7 @@ from maxlite.training.model_folders import check_model_folders
 
 
 def main() -> int:
-  cfg = main_config(sys.argv[1:], "maxlite.train")
+  cfg = main_config(sys.argv[1:], "maxlite.train", command="maxlite.train")
   with exit_on_user_error("maxlite.train"):
     folder = run_folder(cfg)
     folder.require_writable()

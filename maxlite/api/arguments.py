@@ -1,5 +1,6 @@
 """The `config` and the keys of the Python API as a config."""
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,22 +13,28 @@ from maxlite.config.schema import flatten
 
 
 def change_config(
-  config: object, overrides: Mapping[str, object], *, needs_data: bool = True
+  config: object,
+  overrides: Mapping[str, object],
+  *,
+  needs_data: bool = True,
+  command: str = "",
 ) -> Config:
   """The config that `config` of `maxlite.train` stands for, with other values.
 
   Args:
-    needs_data: whether the files of dataset_path and eval_dataset_path must exist.
+    needs_data: whether the files of data and of the tokenizer must exist.
+    command: the one that must read all overrides (`READ_KEYS`); empty: they are not checked.
 
   Raises:
     UserError: a mistake in the config, or a `config` of another type.
   """
   typed = to_arguments(overrides)
+  load = functools.partial(load_config, needs_data=needs_data, command=command)
   if isinstance(config, Config):
-    return load_config(typed, defaults=flatten(config), needs_data=needs_data)
+    return load(typed, defaults=flatten(config))
   if is_mapping(config):
-    return load_config(typed, config=config, needs_data=needs_data)
-  return load_config([*_file_names(config), *typed], needs_data=needs_data)
+    return load(typed, config=config)
+  return load([*_file_names(config), *typed])
 
 
 def _file_names(config: object) -> list[str]:

@@ -40,7 +40,7 @@ def train(
       objects.append(callback)
   if names:
     overrides["callbacks"] = names
-  cfg = change_config(config, overrides)
+  cfg = change_config(config, overrides, command="maxlite.train")
   from maxlite.api.trained_run import train_config  # imports JAX: after the config is checked
 
   return train_config(cfg, objects)

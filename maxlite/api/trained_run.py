@@ -13,9 +13,11 @@ from jax.typing import ArrayLike
 from maxlite.api.arguments import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved
+from maxlite.config.command_line import CommandLine
 from maxlite.config.config_field import KeyValue
 from maxlite.config.json_values import JsonObject
 from maxlite.config.model_function import EXECUTION
+from maxlite.config.read_keys import check_typed
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
 from maxlite.data.batch import Batch, HostBatch
@@ -242,5 +244,7 @@ def _open_solo_run(folder: RunFolder, overrides: Mapping[str, KeyValue], command
   saved = read_saved(folder.config, command)
   cfg = load_config(to_arguments(values), defaults=saved, needs_data=False)
   check_saved(folder, cfg)
+  given = CommandLine.split(to_arguments(overrides)).typed
+  check_typed("maxlite.open_run", given, cfg, saved)
   trainer, params, averages, step = open_weights(cfg)
   return Run(cfg, trainer, step, params, averages)

@@ -48,6 +48,11 @@ class CommandLine:
   flags: list[Setting]
   help: str | None  # the topic of --help, `true` if it names none; None without --help
 
+  @property
+  def typed(self) -> list[Setting]:
+    """The settings that are not in files, the strongest last."""
+    return [*self.assignments, *self.flags]
+
   @classmethod
   def split(cls, argv: Sequence[str]) -> "CommandLine":
     """Sort arguments by kind.

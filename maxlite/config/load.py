@@ -12,6 +12,7 @@ from maxlite.config.errors import UserError, exit_on_user_error, prepare_process
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
+from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
@@ -49,22 +50,33 @@ def load_config(
   config: object = None,
   defaults: Mapping[str, KeyValue] = DEFAULTS,
   needs_data: bool = True,
+  command: str = "",
 ) -> Config:
   """The checked config of `argv` (without the program's name).
 
   Args:
     config: a mapping or a `ml_collections.ConfigDict`, which stands for a file after those of argv.
     defaults: typed values of all keys; a run's `read_saved`, to change some of its keys.
-    needs_data: whether the files of dataset_path and eval_dataset_path must exist.
+    needs_data: whether the files of data and of the tokenizer must exist.
+    command: the one that must read all typed keys (`READ_KEYS`); empty: they are not checked.
 
   Raises:
     UserError: one line with the source, key, rule and fix.
   """
-  return _resolve(CommandLine.split(argv), config, defaults, needs_data)
+  line = CommandLine.split(argv)
+  resolved = _resolve(line, config, defaults, needs_data)
+  if command:
+    check_typed(command, line.typed, resolved)
+  return resolved
 
 
 def main_config(
-  argv: Sequence[str], program: str, *, needs_data: bool = True, usage: str = USAGE
+  argv: Sequence[str],
+  program: str,
+  *,
+  needs_data: bool = True,
+  usage: str = USAGE,
+  command: str = "",
 ) -> Config:
   """`load_config` for entry points: exits with 0 after `--help`, with 2 on a user error."""
   prepare_process(program)
@@ -73,7 +85,7 @@ def main_config(
     if line.help is not None:
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
-    return _resolve(line, None, DEFAULTS, needs_data)
+    return load_config(argv, needs_data=needs_data, command=command)
 
 
 def _resolve(
@@ -110,7 +122,7 @@ def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyVal
   files = _read_files(line, config)
   bases = _joined(files.bases)
   own = _joined(files.own)
-  typed = [*line.assignments, *line.flags]
+  typed = line.typed
   _check_settings([*bases, *own, *typed])
   preset = _chosen_preset([*files.bases, *files.own], typed)
   execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]

@@ -22,7 +22,7 @@ EXECUTION = {
 def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
   """Return {key: value} of the keys that determine the model's function and are in use."""
   flat = flatten(cfg)
-  names = set(flat) - EXECUTION - {"decoder_block"} - _unused_keys(cfg)
+  names = set(flat) - EXECUTION - {"decoder_block"} - unused_keys(cfg)
   if cfg.global_head_dim == cfg.head_dim:
     flat["global_head_dim"] = 0
   if cfg.global_num_kv_heads == cfg.base_num_kv_heads:
@@ -38,7 +38,7 @@ def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
   return {name: value for name, value in flat.items() if name in names}
 
 
-def _unused_keys(cfg: ModelConfig) -> set[str]:
+def unused_keys(cfg: ModelConfig) -> set[str]:
   """The keys of layers that the family does not have."""
   model = cfg.family
   unused = set()

@@ -91,7 +91,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
 
 def to_hf(_: str, argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
-  cfg = config_of_run(argv)
+  cfg = config_of_run(argv, "maxlite.convert to_hf")
   target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   if not has_mtp_tensors(model):
@@ -135,7 +135,7 @@ def _export_tokenizer(cfg: DataConfig, target: Path) -> JsonObject:
 def to_peft(folder: str, argv: Sequence[str]) -> str:
   """Export the adapters of the run named in `argv`, for the base model in `folder`."""
   directory = local_folder(folder)
-  cfg = config_of_run(argv)
+  cfg = config_of_run(argv, "maxlite.convert to_peft")
   target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   if not cfg.model.lora.lora_rank:
     raise UserError(

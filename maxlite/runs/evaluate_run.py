@@ -14,6 +14,7 @@ from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.metrics.waits import report_wait
 from maxlite.runs.open_run import open_trainer_data, open_weights
+from maxlite.runs.run_report import describe_data
 from maxlite.runs.saved_run import run_folder
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.trainer import Trainer
@@ -31,6 +32,8 @@ def run_evaluation(cfg: Config) -> int:
       sums_DX = document_losses(trainer, params, data, averages)
   if jax.process_index() == 0:
     folder = run_folder(cfg)
+    for line in describe_data("data", data):
+      sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"{folder.place} step {step}  {_format(result)}\n")
     if sums_DX is not None:
       with exit_on_user_error("maxlite.evaluate"):

@@ -44,10 +44,12 @@ def log_header(
   for transform in trainer.transforms:
     for line in transform.describe():
       console.print(line)
-  _print_data("data", data, console)
+  lines = describe_data("data", data)
   for name, each in data_by_objective.items():
     if each is not data:
-      _print_data(f"data of {name}", each, console)
+      lines += describe_data(f"data of {name}", each)
+  for line in lines:
+    console.print(line)
 
 
 def _describe_devices(trainer: Trainer) -> str:
@@ -73,17 +75,19 @@ def _describe_model(trainer: Trainer) -> str:
   return line
 
 
-def _print_data(name: str, data: DataLoader, console: Console) -> None:
-  """Print the files and sizes of data, also of each part of a mixture."""
+def describe_data(name: str, data: DataLoader) -> list[str]:
+  """Lines with the files and sizes of data, also of each part of a mixture."""
   source = data.source
+  lines = []
   if source.files:
-    console.print(f"{name}: {source.files}")
+    lines.append(f"{name}: {source.files}")
   shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
-  console.print(f"{name}: {source.summary}; {shape} tokens per step")
+  lines.append(f"{name}: {source.summary}; {shape} tokens per step")
   for part_name, part in source.parts.items():
-    console.print(f"  {part_name}: {part.files}; {part.summary}")
+    lines.append(f"  {part_name}: {part.files}; {part.summary}")
   if source.parts:
-    console.print(f"  rows {data.order.describe_shares(data.schedule.first_row)}")
+    lines.append(f"  rows {data.order.describe_shares(data.schedule.first_row)}")
+  return lines
 
 
 def report_finished(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
-from maxlite.config.command_line import without_files
+from maxlite.config.command_line import CommandLine, without_files
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import AnyPath, join, to_path
+from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import flatten
 
 
@@ -16,7 +17,7 @@ def main_run_config(argv: Sequence[str], program: str) -> Config:
   """`main_config` for entry points that read a saved run: `config_of_run`, with this process."""
   cfg = main_config(argv, program, needs_data=False)
   with exit_on_user_error(program):
-    return dataclasses.replace(config_of_run(argv), hosts=cfg.hosts)
+    return dataclasses.replace(config_of_run(argv, program), hosts=cfg.hosts)
 
 
 def run_folder(cfg: Config) -> RunFolder:
@@ -33,15 +34,19 @@ def token_cache(cfg: Config) -> AnyPath:
   return to_path(cfg.data.token_cache_directory or join(cfg.run.base_output_directory, ".tokens"))
 
 
-def config_of_run(argv: Sequence[str]) -> Config:
+def config_of_run(argv: Sequence[str], command: str = "") -> Config:
   """Return the config with which the run named in `argv` was trained, with the keys in `argv` set.
 
   YAML files in `argv` only name the run, since they would reset keys that it was started with, and
   set keys of this machine (`read_saved`).
 
+  Args:
+    argv: the command line.
+    command: its name in `READ_KEYS`, which must read the keys in `argv`; empty: not checked.
+
   Raises:
     UserError: there is no such run or member, it has no checkpoint, or a key would change its
-      model's shape.
+      model's shape or is not read.
   """
   named = load_config(argv, needs_data=False)
   folder = run_folder(named)
@@ -53,8 +58,11 @@ def config_of_run(argv: Sequence[str]) -> Config:
     folder = folder.member(name)
     parent, member = os.path.split(folder.place)  # the name, also where `name` is "best"
     typed += ["--member=", f"--base_output_directory={parent}", f"--run_name={member}"]
-  cfg = load_config(typed, defaults=read_saved(folder.config, named), needs_data=False)
+  saved = read_saved(folder.config, named)
+  cfg = load_config(typed, defaults=saved, needs_data=False)
   check_saved(folder, cfg)
+  if command:
+    check_typed(command, CommandLine.split(argv).typed, cfg, saved)
   return cfg
 
 
