@@ -18,7 +18,7 @@ def main() -> int:
     from maxlite.runs.resumed_data import check_resumed_data  # imports NumPy
 
     check_resumed_data(cfg, folder)
-    check_model_folders(cfg)
+    check_model_folders(cfg, is_new=not folder.config.exists())
   # Imports JAX: only after the command line is checked.
   from maxlite.runs.open_run import join_hosts
 

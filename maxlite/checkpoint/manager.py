@@ -12,7 +12,7 @@ import functools
 import glob
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +46,10 @@ from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
 from maxlite.checkpoint.run_folder import require_regular_files, step_of
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
+from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import AnyPath, is_remote, to_path
-from maxlite.config.schema import CheckpointConfig
+from maxlite.config.raw_values import show
+from maxlite.config.schema import CheckpointConfig, ModelConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.layers.lora import drop_missing_modules
@@ -77,6 +79,8 @@ class Checkpoints:
     cfg: CheckpointConfig,
     directory: AnyPath,
     report: Callable[[str], object],
+    model: ModelConfig | None = None,
+    allow_changes: Collection[str] = (),
   ) -> None:
     """Open the folder, which need not exist.
 
@@ -84,6 +88,9 @@ class Checkpoints:
       cfg: how to write checkpoints, and how many to keep.
       directory: a local path, or a URI on an object store.
       report: receives a line for each damaged checkpoint.
+      model: the model, whose keys are sealed in checkpoints, and compared with those that they
+        have; None: they are not.
+      allow_changes: the keys that may differ.
 
     Raises:
       UserError: several processes cannot write to this path.
@@ -103,6 +110,8 @@ class Checkpoints:
         "one of *?[: choose another base_output_directory or run_name"
       )
     self._report = report
+    self._function = {} if model is None else sealed_keys(model)
+    self._allowed = allow_changes
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = WriteErrors()
     self.run_id = ""  # that of the run folder; empty: checkpoints of any run are read
@@ -143,6 +152,7 @@ class Checkpoints:
         "run": self.run_id,
         "leaves": manifest_leaves(leaves_by_path(state), tree_checksums(state)),
         "data": dict(data_state),
+        "function": self._function,
       }
     )
     self.wait()
@@ -267,6 +277,7 @@ class Checkpoints:
     manifest, damage = self._manifest(step)
     if manifest is None:
       raise UserError(f"{self._named(step)} is damaged: {damage}; move it away to use an earlier")
+    self._require_same_function(step, manifest)
     return self._directory / str(step), manifest
 
   def _named(self, step: int) -> str:
@@ -305,6 +316,7 @@ class Checkpoints:
           part = {"params": drop_missing_modules(abstract.params, set(manifest["body"]["leaves"]))}
           prefix = PARAMS
         self._require_same_structure(step, manifest, part, prefix)
+        self._require_same_function(step, manifest)
         state, damage = self._state(step, part, manifest)
         if not damage:
           return Restored(state, manifest["body"]["data"], step)
@@ -394,6 +406,25 @@ class Checkpoints:
           f"{self._named(step)} is of another model or optimizer: {name} is {in_checkpoint} in it "
           f"and {in_model} here; use the config it was made with, or another run_name"
         )
+
+  def _require_same_function(self, step: int, manifest: Manifest) -> None:
+    """Raise UserError with the keys in which the model would compute another function.
+
+    Checkpoints of earlier versions have no keys.
+    """
+    saved = manifest["body"].get("function", {})
+    there = []
+    here = []
+    for name in sorted(saved.keys() & self._function.keys()):
+      if saved[name] != self._function[name] and name not in self._allowed:
+        there.append(f"{name}={show(saved[name])}")
+        here.append(f"{name}={show(self._function[name])}")
+    if there:
+      names = ", ".join(line.partition("=")[0] for line in there)
+      raise UserError(
+        f"{self._named(step)} was saved with {' '.join(there)}, and the config of this run has "
+        f"{' '.join(here)}: restore config.yml, or write allow_changes=[{names}]"
+      )
 
   def _is_saved(self, step: int, manifest: Manifest) -> bool:
     """Return whether the checkpoint of `step` has this state; move it aside if damaged."""

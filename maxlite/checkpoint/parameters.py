@@ -24,14 +24,21 @@ from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
 from maxlite.checkpoint.repeated_read import first_line, is_environment_error
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import JsonObject
+from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import AnyPath
+from maxlite.config.schema import ModelConfig
 
 METADATA = "_CHECKPOINT_METADATA"
 _MAX_REASON = 200  # characters in a message
 
 
-def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> None:
-  """Write a new checkpoint `directory`, named by its step, with {path: array} of all parameters."""
+def write_parameters(
+  directory: Path, params: Mapping[str, ChunkedArray], model: ModelConfig | None = None
+) -> None:
+  """Write a new checkpoint `directory`, named by its step, with {path: array} of all parameters.
+
+  The keys of `model` that determine its function are sealed with them.
+  """
   handler = _ChunkedArrayHandler()
   registry = ocp.type_handlers.create_type_handler_registry(
     (ChunkedArray, handler),
@@ -42,12 +49,14 @@ def write_parameters(directory: Path, params: Mapping[str, ChunkedArray]) -> Non
     state_args = ocp.args.PyTreeSave(tree)
     writer.save(directory / "state", args=state_args)
   leaves = {PARAMS + path: chunked for path, chunked in params.items()}
-  body = {
+  body: JsonObject = {
     "step": int(directory.name),
     "run": "",
     "leaves": manifest_leaves(leaves, handler.checksums),
     "data": None,
   }
+  if model is not None:
+    body["function"] = sealed_keys(model)
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as writer:
     manifest_args = ocp.args.JsonSave(seal_manifest(body))
     writer.save(directory / "manifest", args=manifest_args)

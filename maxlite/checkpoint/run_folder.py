@@ -20,6 +20,7 @@ from maxlite.config import tokenizer_files
 from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
 from maxlite.config.file_io import write_atomically
+from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import (
   AnyPath,
   download,
@@ -37,7 +38,7 @@ from maxlite.config.phases import without_data
 from maxlite.config.raw_values import show
 from maxlite.config.rules.violation import ENSEMBLE_KEYS
 from maxlite.config.saved import differences, read_values, save_resolved
-from maxlite.config.schema import KEYS, Section, flatten
+from maxlite.config.schema import KEYS, ModelConfig, Section, build, flatten
 from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
@@ -249,7 +250,36 @@ class RunFolder:
         f"run folder {self.place} was made with {before}, this command says {now}: choose "
         f"another run_name, or set {before}"
       )
+    self._check_function(saved, values, changes)
     return changes
+
+  def _check_function(
+    self, saved: Mapping[str, KeyValue], values: Mapping[str, KeyValue], changes: Changes
+  ) -> None:
+    """Raise UserError if a run that was trained would compute another function.
+
+    Before it is trained, an imported run may change all keys that its model does not fix.
+    """
+    before = sealed_keys(build(ModelConfig, saved))
+    now = sealed_keys(build(ModelConfig, values))
+    names = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    names -= set(values["allow_changes"])
+    if not self.metrics.exists():
+      names &= self._imported_keys()
+    there = " ".join(f"{name}={show(saved[name])}" for name in changes if name in names)
+    here = " ".join(f"{name}={show(values[name])}" for name in changes if name in names)
+    if there:
+      listed = ", ".join(name for name in changes if name in names)
+      raise UserError(
+        f"run folder {self.place} was trained with {there}, this command says {here}, with which "
+        f"its weights compute another function: set {there}, or write allow_changes=[{listed}]"
+      )
+
+  def _imported_keys(self) -> set[str]:
+    """The keys of the imported model; empty for other runs."""
+    if not self.model.exists():
+      return set()
+    return {setting.name for setting in read_file(self.model, "run folder")}
 
   def _is_owned(self, key: str, saved: str, now: str) -> bool:
     """Return whether `now` names the file that the run has a copy of, at `saved`."""
@@ -264,7 +294,7 @@ class RunFolder:
         fixed.append(name)
     is_trained = self.metrics.exists()
     if self.model.exists() and not is_trained:  # an imported run
-      imported = {setting.name for setting in read_file(self.model, "run folder")}
+      imported = self._imported_keys()
       fixed = [name for name in fixed if name in imported]
     return fixed
 

@@ -14,6 +14,7 @@ from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
+from maxlite.config.start_model import start_settings, with_start
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import (
@@ -104,7 +105,7 @@ def _resolve(
     else:
       values[setting.name] = parse(setting)
     sources[setting.name] = setting.source
-  resolved: Config = build(Config, values)
+  resolved: Config = build(Config, with_start(values))
   validate(resolved, sources, needs_data=needs_data)
   return resolved
 
@@ -127,12 +128,14 @@ def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyVal
   preset = _chosen_preset([*files.bases, *files.own], typed)
   execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
   structure = [setting for setting in preset if setting.name not in EXECUTION_KEYS]
+  start = start_settings([*bases, *own, *typed], defaults)
   imported = _imported_model([*bases, *own, *preset, *typed], defaults)
   return [
     Layer("how the preset is computed", execution),
     Layer("base_config", bases),
     Layer("file", own),
     Layer("preset", structure),
+    Layer("start model", start),
     Layer("imported model", imported),
     Layer("key=value", line.assignments),
     Layer("--key=value", line.flags),

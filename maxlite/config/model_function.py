@@ -1,6 +1,7 @@
 """The keys of a model that determine which function it computes of its weights."""
 
 from maxlite.config.config_field import KeyValue
+from maxlite.config.json_values import Json
 from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import ModelConfig, TilesConfig, flatten
 from maxlite.config.schema.training_config import ParametrizationConfig
@@ -17,6 +18,9 @@ EXECUTION = {
   *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip
+
+# Keys of modules that a run may add to the model that it starts from.
+ADDED_MODULES = {"lora_rank", "lora_experts", "num_draft_heads", "mtp_num_layers"}
 
 
 def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
@@ -36,6 +40,23 @@ def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
     if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
       flat["local_rope_max_timescale"] = 0.0
   return {name: value for name, value in flat.items() if name in names}
+
+
+def sealed_keys(cfg: ModelConfig) -> dict[str, Json]:
+  """Return {key: value}, as JSON, of the keys with which a checkpoint computes what it did.
+
+  Modules that a run may add, such as adapters, are not among them: their arrays are in a checkpoint
+  or not.
+  """
+  keys: dict[str, Json] = {"decoder_block": cfg.decoder_block}
+  for name, value in function_keys(cfg).items():
+    if name not in ADDED_MODULES:
+      keys[name] = list(value) if isinstance(value, tuple) else value
+  if cfg.lora.lora_rank:
+    keys["lora_alpha"] = cfg.lora.lora_alpha
+  if cfg.family.is_moe and not cfg.moe.sparse_matmul:
+    keys["capacity_factor"] = cfg.moe.capacity_factor
+  return keys
 
 
 def unused_keys(cfg: ModelConfig) -> set[str]:

@@ -43,7 +43,7 @@ def _keys_of(*sections: SectionClass) -> set[str]:
 _ALL = set(KEYS)
 # Which run is opened, where it is, and how its programs are cached.
 _NAMING = {"run_name", "base_output_directory", "member", "load_checkpoint", "model_name"}
-_NAMING |= {"plugins", "trust_plugins", "jax_cache_dir"}
+_NAMING |= {"plugins", "trust_plugins", "jax_cache_dir", "allow_changes"}
 _TRAINING_MODEL = {
   "remat_policy", "remat_saved_names", "router_jitter", "routed_bias_update_rate",
   "load_balance_loss_weight", "load_balance_loss_scope", "router_z_loss_weight",
@@ -58,7 +58,7 @@ _TRAINING_DATA = {
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}
 _IMPORT = _ALL - _keys_of(PlanConfig, ConvertConfig, HostsConfig) - {"member", "load_checkpoint"}
-_TRAIN = _ALL - _keys_of(ServeConfig, PlanConfig, ConvertConfig) - {"eval_documents"}
+_TRAIN = _ALL - _keys_of(ServeConfig, PlanConfig, ConvertConfig) - {"eval_documents", "member"}
 # By command. A config that a command writes counts as read.
 READ_KEYS: dict[str, set[str]] = {
   "maxlite.train": _TRAIN,
@@ -75,8 +75,8 @@ READ_KEYS: dict[str, set[str]] = {
   | _keys_of(ServeConfig)
   | {"decode_batch_size", "num_speculative_tokens"},
   # Keys of training are those of `train_on`.
-  "maxlite.open_run": _TRAIN - {"load_parameters_path"},
-  "maxlite.convert from_hf": _IMPORT - {"load_parameters_path"},
+  "maxlite.open_run": _TRAIN - {"load_parameters_path", "from_run"} | {"member"},
+  "maxlite.convert from_hf": _IMPORT - {"load_parameters_path", "from_run"},
   "maxlite.convert to_hf": _NAMING | _TOKENIZER | {"output_path", "max_target_length"},
   "maxlite.convert to_peft": _NAMING | {"output_path"},
   "maxlite.convert upcycle": _IMPORT | {"output_path", "load_checkpoint"},
@@ -155,15 +155,15 @@ _CONDITIONS = (
     [
       key
       for key in flatten(CheckpointConfig())
-      if key not in ("enable_checkpointing", "load_parameters_path", "load_checkpoint")
+      if not key.startswith(("enable_", "load_", "from_"))
     ],
     lambda cfg: cfg.checkpoint.enable_checkpointing,
     "write enable_checkpointing=true",
   ),
   _Condition(
-    ["load_checkpoint", "member"],
+    ["load_checkpoint"],
     lambda cfg: bool(cfg.checkpoint.load_parameters_path),
-    "write load_parameters_path=RUN_FOLDER",
+    "write from_run=NAME",
   ),
   _Condition(
     ["skip_first_n_steps_for_profiler", "profiler_steps"],
@@ -196,7 +196,7 @@ _CONDITIONS = (
   ),
 )
 # Those that only training has; other commands read these keys without a condition.
-_OF_TRAINING = {"load_checkpoint", "member", *_keys_of(GenerateConfig)}
+_OF_TRAINING = {"load_checkpoint", *_keys_of(GenerateConfig)}
 _TRAINING_COMMANDS = ("maxlite.train", "maxlite.plan")
 _CONVERSIONS = ("maxlite.convert from_hf", "maxlite.convert upcycle")
 

@@ -432,9 +432,26 @@ STEP_TRANSFORMS = Registry(
   reference="maxlite.training.transforms.reference:build_reference",
   overflow_replay="maxlite.training.transforms.overflow_replay:build_overflow_replay",
 )
-# Folders with the parameters of a model: see training/model_weights.py.
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightEntry(Entry):
+  """A kind of folder with the parameters of a model: see training/model_weights.py."""
+
+  # "module:function": (folder) -> {key: value} of its model and its tokenizer, without JAX.
+  keys: str = ""
+
+  @property
+  def read_keys(self) -> Implementation:
+    return pkgutil.resolve_name(self.keys)
+
+
 WEIGHT_FORMATS = Registry(
-  Entry,
-  run="maxlite.training.model_weights:RunWeights",
-  huggingface="maxlite.hf.load_model:HfWeights",
+  WeightEntry,
+  run=WeightEntry(
+    "maxlite.training.model_weights:RunWeights", keys="maxlite.config.start_model:keys_of_run"
+  ),
+  huggingface=WeightEntry(
+    "maxlite.hf.load_model:HfWeights", keys="maxlite.hf.hf_config:keys_of_folder"
+  ),
 )

@@ -22,7 +22,7 @@ from maxlite.config import Config, UserError, load_config, read_saved, save_keys
 from maxlite.config.command_line import without_files
 from maxlite.config.file_io import new_folder
 from maxlite.config.json_values import Json, JsonObject
-from maxlite.config.model_function import EXECUTION
+from maxlite.config.model_function import ADDED_MODULES, EXECUTION
 from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
 from maxlite.config.raw_values import show
 from maxlite.config.registry import SOURCES
@@ -38,11 +38,11 @@ from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.text_model import other_parts
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
-from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
+from maxlite.layers.lora import ADAPTER, merge_lora
 from maxlite.metrics.waits import report_wait
-from maxlite.runs.open_run import checkpoint_step
 from maxlite.runs.saved_run import config_of_run, run_folder
 from maxlite.sharding.pytree import PyTree
+from maxlite.training.model_weights import checkpoint_step
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
@@ -176,7 +176,7 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(cfg.model)
   read = functools.partial(read_merged, stored, lora_alpha=dense.model.lora.lora_alpha)
   params = upcycled_params(stored, read, abstract, cfg)
-  names = [name for name in flatten(cfg.model) if name not in EXECUTION | OPTIONAL_MODULE_KEYS]
+  names = [name for name in flatten(cfg.model) if name not in EXECUTION | ADDED_MODULES]
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*names, *TOKENIZER), params)
     stored.verify()
@@ -277,7 +277,13 @@ def _require_new(path: str, key: str) -> str:
 
 def _stored_parameters(cfg: Config) -> StoredParameters:
   """Return the parameters of the run's checkpoint that `cfg` selects, by default the latest."""
-  checkpoints = Checkpoints(cfg.checkpoint, run_folder(cfg).checkpoints, report=lambda line: None)
+  checkpoints = Checkpoints(
+    cfg.checkpoint,
+    run_folder(cfg).checkpoints,
+    report=lambda line: None,
+    model=cfg.model,
+    allow_changes=cfg.run.allow_changes,
+  )
   step = checkpoint_step(run_folder(cfg), cfg.checkpoint.load_checkpoint)
   return StoredParameters(*checkpoints.stored(step))
 
@@ -289,7 +295,7 @@ def _write_run(
   copy_tokenizer(flatten(cfg), folder.directory)
   save_resolved(cfg, folder.config)
   save_keys(cfg, fixed, folder.model)
-  write_parameters(folder.checkpoints.absolute() / "0", params)
+  write_parameters(folder.checkpoints.absolute() / "0", params, cfg.model)
 
 
 @contextlib.contextmanager

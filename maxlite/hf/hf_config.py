@@ -14,6 +14,7 @@ from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
+from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.text_model import nested, text_values, with_alternatives
 
 LARGE = 10**6  # sizes up to this are plausible
@@ -51,6 +52,16 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   if family.alternatives:
     family = with_alternatives(family, read_tensors(directory))
   return family, typed
+
+
+def keys_of_folder(directory: Path) -> JsonObject:
+  """Return our keys for the model and the tokenizer in a Hugging Face folder.
+
+  Raises:
+    UserError: as `model_keys`.
+  """
+  _, keys = model_keys(directory)
+  return {**keys, "scan_layers": True, **tokenizer_keys(directory)}
 
 
 def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:

@@ -21,10 +21,8 @@ from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 
 ADAPTER = ("lora_a", "lora_b")
-# Modules that can be added to a model that was trained without them.
+# Modules that can be added to a model that was trained without them, by keys of ADDED_MODULES.
 OPTIONAL_MODULES = (*ADAPTER, "draft_head", "mtp")
-# The config keys that add them.
-OPTIONAL_MODULE_KEYS = {"lora_rank", "lora_experts", "num_draft_heads", "mtp_num_layers"}
 
 
 class LoraLinear(nn.Module):

@@ -44,7 +44,7 @@ from maxlite.runs.saved_run import run_folder, token_cache
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
-from maxlite.training.model_weights import read_parameters
+from maxlite.training.model_weights import checkpoint_step, read_parameters
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer, build_trainer
 
@@ -146,7 +146,7 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
     UserError: a run without checkpoints would overwrite an earlier run.
   """
   if cfg.checkpoint.enable_checkpointing:
-    return Checkpoints(cfg.checkpoint, folder.checkpoints, report=report)
+    return Checkpoints(cfg.checkpoint, folder.checkpoints, report, cfg.model, cfg.run.allow_changes)
   if any(folder.directory.glob("[!.]*")):
     raise UserError(
       f"{folder.place} holds an earlier run, which enable_checkpointing=false would start anew "
@@ -227,19 +227,6 @@ def open_best_loss(
   return best
 
 
-def checkpoint_step(folder: RunFolder, which: str) -> int | None:
-  """The step of the checkpoint `latest` (None) or `best`; UserError if the best is missing."""
-  if which == "latest":
-    return None
-  step = BestLoss(rows=read_rows(folder.metrics)).step
-  if (folder.checkpoints / str(step)).is_dir() and step:
-    return step
-  raise UserError(
-    f"load_checkpoint=best: {folder.checkpoints} has no checkpoint of the lowest held-out loss "
-    f"(step {step}): train with keep_best_checkpoint=true, or write load_checkpoint=latest"
-  )
-
-
 def open_callbacks(
   trainer: Trainer, others: Sequence[Callback], writers: Writers, first_step: int
 ) -> list[Callback]:
@@ -316,7 +303,9 @@ def open_weights(cfg: Config) -> tuple[Trainer, PyTree, PyTree, int]:
   """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
   trainer = open_trainer(cfg)
   folder = run_folder(cfg)
-  checkpoints = Checkpoints(cfg.checkpoint, folder.checkpoints, report=print_to_stderr)
+  checkpoints = Checkpoints(
+    cfg.checkpoint, folder.checkpoints, print_to_stderr, cfg.model, cfg.run.allow_changes
+  )
   checkpoints.run_id = folder.saved_run_id()
   state = trainer.abstract_state
   wanted = {"params": state.params}

@@ -85,7 +85,7 @@ def _run(
     if data_state is not None:
       streams.restore(data_state)
   best = open_best_loss(cfg, folder, done, data, checkpoints)
-  log_header(trainer, data, data_by_objective, changes, console)
+  log_header(trainer, data, data_by_objective, changes, done, console)
   if restored is not None and (done >= cfg.run.steps or best.stop_reason):
     return trainer, report_finished(cfg, folder, restored, best, console)
   with timer.during("compile"):

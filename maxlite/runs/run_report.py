@@ -1,6 +1,7 @@
 """What a run prints at its start and at its end, and its plots."""
 
 import importlib
+import math
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes
 from maxlite.config.raw_values import show
+from maxlite.config.schema import OptimizerConfig, build, flatten
 from maxlite.data.loader import DataLoader
 from maxlite.data.train_streams import TrainStreams
 from maxlite.layers.moe.experts import build_experts
@@ -20,6 +22,7 @@ from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.writers import Writers
+from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
@@ -30,9 +33,10 @@ def log_header(
   data: DataLoader,
   data_by_objective: dict[str, DataLoader],
   changes: Changes | None,
+  done: int,
   console: Console,
 ) -> None:
-  """Print devices, config changes, model, transforms and data."""
+  """Print devices, config changes since the last start, up to step `done`, model and data."""
   console.print(_describe_devices(trainer))
   options = describe_options(trainer.compiler_options, trainer.sharder.platform)
   for line in (*describe_changes(trainer.cfg), *options):
@@ -40,6 +44,8 @@ def log_header(
   if changes:
     for name, (before, now) in changes.items():
       console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
+    for line in describe_rates(trainer.cfg, changes, done):
+      console.print(line)
   console.print(_describe_model(trainer))
   for transform in trainer.transforms:
     for line in transform.describe():
@@ -50,6 +56,31 @@ def log_header(
       lines += describe_data(f"data of {name}", each)
   for line in lines:
     console.print(line)
+
+
+def describe_rates(cfg: Config, changes: Changes, done: int) -> list[str]:
+  """Lines on a learning rate that `changes` make jump after step `done`; empty if it does not."""
+  saved = flatten(cfg)
+  for key, (before, _) in changes.items():
+    saved[key] = before
+  if cfg.phasing.phases:
+    if not done or saved["steps"] == cfg.run.steps:
+      return []
+    line = f"  learning rates: the schedules of phases are now those of {cfg.run.steps} steps"
+    return [f"{line}; learning_rate_schedule_steps keeps their lengths"]
+  rates = []
+  for optimizer, steps in (
+    (build(OptimizerConfig, saved), saved["steps"]),
+    (cfg.optimizer, cfg.run.steps),
+  ):
+    rates.append(float(build_schedule(with_schedule_steps(optimizer, steps))(done)))
+  before, now = rates
+  if not done or math.isclose(before, now, rel_tol=1e-6):
+    return []
+  line = f"  learning rate of step {done + 1}: {now:.2e}, before the change {before:.2e}"
+  if cfg.optimizer.learning_rate_schedule_steps == -1 and saved["steps"] != cfg.run.steps:
+    line += f"; learning_rate_schedule_steps={saved['steps']} keeps the schedule"
+  return [line]
 
 
 def _describe_devices(trainer: Trainer) -> str:

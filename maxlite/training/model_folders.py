@@ -11,6 +11,8 @@ from maxlite.config.errors import UserError
 from maxlite.config.file_io import read_json_object
 from maxlite.config.phases import phases_of
 from maxlite.config.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.config.schema import flatten
+from maxlite.config.start_model import require_weights_fit, start_values
 from maxlite.config.values import suggest
 
 
@@ -114,13 +116,21 @@ def losses_of(cfg: Config) -> list[str]:
   return losses or [cfg.training.loss_type]
 
 
-def check_model_folders(cfg: Config) -> None:
+def check_model_folders(cfg: Config, *, is_new: bool = True) -> None:
   """Check the folders whose parameters the run reads.
+
+  Args:
+    cfg: the config of the run.
+    is_new: whether the run starts now; otherwise it has its own parameters.
 
   Raises:
     UserError: a folder is missing, of another model, or needs plug-ins that `cfg` does not name.
   """
-  parents = model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
+  parents: list[ModelFolder] = []
+  if is_new:
+    parents = model_folders("load_parameters_path", cfg.checkpoint.load_parameters_path)
+    values = flatten(cfg)
+    require_weights_fit(values, start_values(values))
   for folder in (*teacher_folders(cfg), *reference_folders(cfg), *parents):
     if folder.format == "run":
       read_saved(folder.path / "config.yml", cfg)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +11,18 @@ import jax.numpy as jnp
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, UserError, read_saved
-from maxlite.config.model_function import function_keys
+from maxlite.config.model_function import ADDED_MODULES, function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
 from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
-from maxlite.layers.lora import OPTIONAL_MODULE_KEYS, add_missing_modules
+from maxlite.layers.lora import add_missing_modules
+from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.waits import print_to_stderr
+from maxlite.metrics.writers import read_rows
 from maxlite.optim.labels import Labels, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding.pytree import PyTree
@@ -50,6 +53,9 @@ class RunWeights(ModelWeights):
 
   def __init__(self, folder: Path | str, command: Config):
     self._folder = RunFolder(folder)
+    self._which = "latest"
+    if str(folder) == os.path.expanduser(command.checkpoint.load_parameters_path):
+      self._which = command.checkpoint.load_checkpoint
     self._cfg: Config = build(Config, read_saved(self._folder.config, command))
     self.model = self._cfg.model
 
@@ -75,8 +81,39 @@ class RunWeights(ModelWeights):
 
   def _restore(self, parts: dict[str, PyTree]) -> dict[str, PyTree]:
     directory = self._folder.checkpoints
-    checkpoints = Checkpoints(self._cfg.checkpoint, directory, print_to_stderr)
-    return checkpoints.restore_parts(parts)[0]
+    cfg = self._cfg
+    checkpoints = Checkpoints(
+      cfg.checkpoint, directory, print_to_stderr, cfg.model, cfg.run.allow_changes
+    )
+    return checkpoints.restore_parts(parts, checkpoint_step(self._folder, self._which))[0]
+
+
+def checkpoint_step(folder: RunFolder, which: str) -> int | None:
+  """The step of the checkpoint that `load_checkpoint=which` selects; None: the latest valid one.
+
+  Raises:
+    UserError: there is none of this step, or of the lowest held-out loss.
+  """
+  if which == "latest":
+    return None
+  if which == "best":
+    step = BestLoss(rows=read_rows(folder.metrics)).step
+  else:
+    step = int(which)
+  if (folder.checkpoints / str(step)).is_dir() and (step or which != "best"):
+    return step
+  if which == "best":
+    raise UserError(
+      f"load_checkpoint=best: {folder.checkpoints} has no checkpoint of the lowest held-out loss "
+      f"(step {step}): train with keep_best_checkpoint=true, or write load_checkpoint=latest"
+    )
+  names = [path.name for path in folder.checkpoints.glob("*")]
+  steps = sorted(int(name) for name in names if step_of(name) is not None)
+  listed = ", ".join(map(str, steps))
+  raise UserError(
+    f"load_checkpoint={which}: {folder.checkpoints} has no checkpoint of this step; write one of "
+    f"{listed}"
+  )
 
 
 def read_parameters(trainer: Trainer) -> PyTree:
@@ -90,6 +127,9 @@ def read_parameters(trainer: Trainer) -> PyTree:
   key = "load_parameters_path"
   path = trainer.cfg.checkpoint.load_parameters_path
   folder, *others = model_folders(key, path)
+  which = trainer.cfg.checkpoint.load_checkpoint
+  if folder.format != "run" and which != "latest":
+    raise UserError(f"load_checkpoint={which}: {path} is not a run folder; remove the key")
   if others:
     raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
   devices = list(trainer.mesh.devices.flat)
@@ -117,7 +157,7 @@ def _report_differences(source: str, saved: ModelConfig, model: ModelConfig) -> 
   here = function_keys(model)
   differing = []
   for name, value in here.items():
-    if value != there.get(name, value) and name not in OPTIONAL_MODULE_KEYS:
+    if value != there.get(name, value) and name not in ADDED_MODULES:
       differing.append(name)
   if not differing:
     return

@@ -26,6 +26,7 @@ from maxlite.checkpoint.manager import (
   Checkpoints,
   CheckpointWriteError,
 )
+from maxlite.config import load_config
 from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
 
@@ -96,6 +97,26 @@ def assert_restores(checkpoints, step, mesh_shape=(2, 4)):
   assert all(
     leaf.sharding == sharding_of(mesh_of(*mesh_shape), leaf) for leaf in jax.tree.leaves(state)
   )
+
+
+def test_a_checkpoint_is_not_read_by_another_function(tmp_path):
+  """One changed bit of config.yml changed what a checkpoint computed."""
+
+  def opened(*argv, allow_changes=()):
+    model = load_config(argv).model
+    return Checkpoints(CheckpointConfig(), tmp_path, pytest.fail, model, allow_changes)
+
+  writer = opened()
+  writer.save(1, make_state(1, mesh_of(2, 4)), {"epoch": 0, "row": 10})
+  writer.close()
+  assert_restores(opened("dtype=bfloat16", "remat_policy=full"), 1)
+  changed = ["rope_max_timescale=50000"]
+  message = r"saved with rope_max_timescale=10000.0, .* write allow_changes=\[rope_max_timescale\]"
+  with pytest.raises(UserError, match=message):
+    assert_restores(opened(*changed), 1)
+  with pytest.raises(UserError, match=message):
+    opened(*changed).stored()
+  assert_restores(opened(*changed, allow_changes=["rope_max_timescale"]), 1)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 4), (8, 1), (1, 8)])

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
+from maxlite.config import load_config
 from maxlite.config.errors import UserError
-from maxlite.config.raw_values import FrozenMapping
+from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.saved import read_saved
 from maxlite.config.schema import Config, flatten
 
@@ -124,6 +125,45 @@ def test_an_imported_run_fixes_only_its_model_before_training(folder):
     start(folder, opt_type="lion")
   folder.metrics.unlink()
   assert start(folder, opt_type="lion") == {"opt_type": ("adamw", "lion")}
+
+
+OTHER_FUNCTIONS = {
+  "router": "topk_softmax",
+  "routed_scaling_factor": 2.5,
+  "mlp_activations_limit": 7.0,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), list(OTHER_FUNCTIONS.items()))
+def test_a_trained_run_keeps_its_function_unless_changes_are_allowed(folder, key, value):
+  def with_key(**keys):
+    model = load_config([f"{key}={show(value)}"]).model
+    return dataclasses.replace(load_config([]), model=model, **keys)
+
+  start(folder)
+  folder.metrics.write_text("{}\n")
+  changed = flatten(with_key())
+  with pytest.raises(
+    UserError, match=rf"was trained with {key}=.*or write allow_changes=\[{key}\]"
+  ):
+    folder.config_changes(changed)
+  changes = folder.config_changes(changed | {"allow_changes": (key,)})
+  assert key in changes
+  with pytest.raises(UserError, match=key):
+    folder.config_changes(changed | {"allow_changes": ("steps",)})
+
+
+def test_the_scale_of_adapters_is_part_of_the_function(tmp_path):
+  for rank, is_refused in ((0, False), (4, True)):
+    folder = RunFolder(tmp_path / str(rank))
+    folder.save_config(load_config([f"lora_rank={rank}", "lora_alpha=16"]), None)
+    folder.metrics.write_text("{}\n")
+    other = flatten(load_config([f"lora_rank={rank}", "lora_alpha=8"]))
+    if is_refused:
+      with pytest.raises(UserError, match="lora_alpha=16"):
+        folder.config_changes(other)
+    else:
+      assert folder.config_changes(other) == {"lora_alpha": (16.0, 8.0)}
 
 
 @pytest.mark.parametrize(

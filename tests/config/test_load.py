@@ -70,6 +70,7 @@ def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
     ("base_config", [("steps", "10")]),
     ("file", [("steps", "20")]),
     ("preset", [("steps", "30")]),
+    ("start model", []),
     ("imported model", []),
     ("key=value", [("steps", "40"), ("model_name", "small")]),
     ("--key=value", [("steps", "50")]),

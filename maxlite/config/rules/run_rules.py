@@ -22,6 +22,14 @@ def run(cfg: Config) -> Violations:
     )
 
 
+def start(cfg: Config) -> Violations:
+  """The rule on the checkpoint that a command reads."""
+  which = cfg.checkpoint.load_checkpoint
+  if which not in ("latest", "best") and not (which.isascii() and which.isdecimal()):
+    key = "load_checkpoint"
+    yield Violation([key], f"is no step; write {key}=latest, {key}=best or {key}=100")
+
+
 def held_out(cfg: Config) -> Violations:
   """The rules on held-out losses, and on what depends on them."""
   observe = cfg.observe
@@ -73,4 +81,4 @@ def local_checkpoints(cfg: Config) -> Violations:
     yield Violation(["local_checkpoint_period", "checkpoint_period"], text)
 
 
-RUN_RULES = (run, held_out, local_checkpoints)
+RUN_RULES = (run, start, held_out, local_checkpoints)

@@ -45,6 +45,11 @@ class RunConfig:
     "Callbacks of the run; `completions`: complete `prompt` or `prompt_file` at checkpoints.",
     choices=CALLBACKS,
   )
+  allow_changes: tuple[str, ...] = field(
+    (),
+    "Keys of the model that may differ from those of the trained run, although it then computes "
+    "another function, such as `lora_alpha` and `router`.",
+  )
   steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
   step_timeout_seconds: int = field(
@@ -127,12 +132,17 @@ class CheckpointConfig:
   load_parameters_path: str = field(
     "",
     "Run folder or Hugging Face folder with whose parameters a new run starts, or all members of "
-    "a new ensemble; empty: none.",
+    "a new ensemble; empty: none. Its tokenizer and the keys of its model are the defaults.",
+  )
+  from_run: str = field(
+    "",
+    "Run in base_output_directory with whose parameters a new run starts: short for "
+    "load_parameters_path with its folder.",
   )
   load_checkpoint: str = field(
     "latest",
-    "Checkpoint that is evaluated, served or exported; `best`: that with the lowest held-out loss.",
-    choices=("latest", "best"),
+    "Checkpoint that is evaluated, served, exported or started from: `latest`, `best`, which has "
+    "the lowest held-out loss, or a step.",
   )
   checkpoint_keep_period: int = field(
     0, "Also keep every multiple of this many steps; 0: none.", low=0

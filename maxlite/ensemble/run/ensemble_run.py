@@ -45,6 +45,7 @@ from maxlite.kernels.xla_cpu import add_threads_for_collectives, enable_compilat
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
 from maxlite.runs.open_run import lock_folder, save_config
+from maxlite.runs.run_report import describe_rates
 from maxlite.runs.saved_run import run_folder
 from maxlite.training.batch_shape import global_batch_size
 
@@ -242,6 +243,8 @@ class EnsembleRun:
     self._print_changes("", changes, besides=("members", "sweep"))
     for member in self.members:
       self._print_changes(f"{member.name} ", member.changes or {}, besides=tuple(changes))
+      for line in describe_rates(member.config, member.changes or {}, member.step):
+        self.console.print(f"  {member.name}{line}")
     if not self._in_workers:
       group, _ = self._next_segment()
       self.console.print(self._trainer_of(group).plan.table(), soft_wrap=False)

@@ -33,7 +33,10 @@ class MemberRun:
     self.changes = self.folder.config_changes(flatten(member.config))
     self.checkpoints: Checkpoints | None = None
     if self.config.checkpoint.enable_checkpointing:
-      self.checkpoints = Checkpoints(self.config.checkpoint, self.folder.checkpoints, report)
+      cfg = member.config
+      self.checkpoints = Checkpoints(
+        cfg.checkpoint, self.folder.checkpoints, report, cfg.model, cfg.run.allow_changes
+      )
     self.step = 0
     self.state: PyTree = None  # a TrainState once there is one
     self.data_state: dict | None = None
