@@ -23,7 +23,7 @@ from maxlite.ensemble.run_members import train_members_of
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import Row, step_row
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import METRICS, read_rows
 from maxlite.runs.evaluate_run import evaluate_held_out
 from maxlite.runs.open_run import open_weights
 from maxlite.runs.run import train_model
@@ -73,7 +73,7 @@ class Run:
   @property
   def rows(self) -> list[JsonObject]:
     """The logged rows, oldest first; None is a value that was not finite."""
-    return read_rows(run_folder(self.config).metrics)
+    return read_rows(run_folder(self.config).metrics, METRICS)
 
   @property
   def metrics(self) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import TextIO
 
 from maxlite.config.libtpu_environment import quiet_libtpu
 
@@ -25,15 +26,40 @@ class UserError(ValueError):
 
   @property
   def lines(self) -> list[str]:
-    """The mistakes, each without line breaks."""
-    lines = []
-    for mistake in self.args:
-      words = str(mistake).split()
-      lines.append(" ".join(words))
-    return lines
+    """The mistakes, each without line breaks and other characters that a terminal obeys."""
+    return [printable(str(mistake)) for mistake in self.args]
 
   def __str__(self) -> str:
-    return "\n".join(map(str, self.args))
+    return "\n".join(self.lines)
+
+
+def escape(text: str) -> str:
+  """Return `text` with escapes for what is not printable, except line breaks and tabs.
+
+  Names of keys, members and tensors, and the texts of peers, may be a stranger's: a terminal would
+  obey their control characters.
+  """
+  if text.isprintable():
+    return text
+  parts = []
+  for character in text:
+    if character.isprintable() or character in "\n\t":
+      parts.append(character)
+    else:
+      parts.append(character.encode("unicode_escape").decode())
+  return "".join(parts)
+
+
+def printable(text: str) -> str:
+  """Return `text` as one line, escaped."""
+  return escape(" ".join(text.split()))
+
+
+def write_line(line: str, stream: TextIO | None = None) -> None:
+  """Write a line to `stream` at once, by default stderr, with escapes for control characters."""
+  stream = stream or sys.stderr
+  stream.write(f"{escape(line)}\n")
+  stream.flush()
 
 
 def raise_all(errors: Sequence[UserError]) -> None:
@@ -61,9 +87,9 @@ def exit_on_user_error(program: str) -> Iterator[None]:
       raise
     place = error.filename or "a file cannot be written"
     fix = "free space, change permissions or name another folder"
-    lines = [f"{place}: {error.strerror}: {fix}"]
+    lines = [printable(f"{place}: {error.strerror}: {fix}")]
   for line in lines:
-    sys.stderr.write(f"{program}: {line}\n")
+    write_line(f"{program}: {line}")
   raise SystemExit(2)
 
 

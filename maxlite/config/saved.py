@@ -43,7 +43,7 @@ def save_keys(values: Mapping[str, KeyValue], path: Path) -> None:
   text = "# The keys that this run's weights depend on.\n"
   for name, value in values.items():
     text += _line(name, value)
-  path.write_text(text, encoding="utf-8")
+  write_atomically(path, text)
 
 
 def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, KeyValue]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.config_field import KeyValue
+from maxlite.config.errors import write_line
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
@@ -109,7 +110,7 @@ def _export(arguments: Sequence[str]) -> int:
   cfg = dataclasses.replace(cfg, run=run, mesh=mesh)
   config_file = target / "config.yml"
   save_resolved(cfg, config_file)
-  sys.stdout.write(f"{target}: resume with python -m maxlite.train {config_file}\n")
+  write_line(f"{target}: resume with python -m maxlite.train {config_file}", sys.stdout)
   return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.errors import write_line
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig, ModelConfig
 from maxlite.data.sources.jsonl import read_objects
@@ -47,7 +48,7 @@ def run_generation(cfg: Config) -> int:
     (prompt,) = prompts
     engine.compile_for(requests[0])  # before the text, which reports of compilation would interrupt
     _write_text(prompt, completions)
-  sys.stderr.write(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s\n")
+  write_line(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s")
   return 0
 
 
