@@ -43,7 +43,7 @@ from maxlite.checkpoint.orbax_object_store import (
   remove_folder,
 )
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
-from maxlite.checkpoint.run_folder import require_regular_files, step_of
+from maxlite.checkpoint.run_folder import RUN_ID, require_regular_files, step_of
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import AnyPath, is_remote, to_path
@@ -118,10 +118,13 @@ class Checkpoints:
     self._require_shared(steps)
     if not steps:
       return ""
-    manifest, _ = self._manifest(steps[-1])
+    manifest, _ = self._manifest(steps[-1], run_id="")
     if manifest is None:
       return ""
-    return manifest["body"].get("run", "")
+    run_id = str(manifest["body"].get("run", ""))
+    if run_id and not RUN_ID.fullmatch(run_id):
+      raise UserError(f"{self._named(steps[-1])} is of a run with the id {run_id!r}: move it away")
+    return run_id
 
   def save(
     self,
@@ -315,6 +318,7 @@ class Checkpoints:
       else:
         outcome = f"falling back to {earlier}"
       self._report(f"{self._named(step)} is damaged: {damage}; {outcome}")
+    self._require_own(steps)
     if steps:
       listed = ", ".join(str(step) for step in steps)
       raise UserError(
@@ -323,9 +327,31 @@ class Checkpoints:
       )
     return None
 
-  def _manifest(self, step: int) -> tuple[Manifest | None, str]:
-    """Return (manifest, "") or (None, damage), the same on all processes."""
-    read = functools.partial(self._read_manifest, step)
+  def _require_own(self, steps: list[int]) -> None:
+    """Raise UserError if these checkpoints are of one run, which is another one by its id."""
+    runs: set[str] = set()
+    for step in steps:
+      manifest, _ = self._manifest(step, run_id="")
+      if manifest is None:
+        return
+      runs.add(manifest["body"].get("run", ""))
+    if self.run_id and len(runs) == 1 and self.run_id not in runs:
+      (other,) = runs
+      raise UserError(
+        f"all checkpoints in {self._shown} are of the run {other}, and the file run_id says "
+        f"{self.run_id}: if run_id was damaged, remove it; else move the checkpoints away"
+      )
+
+  def _manifest(self, step: int, run_id: str | None = None) -> tuple[Manifest | None, str]:
+    """Return (manifest, "") or (None, damage), the same on all processes.
+
+    Args:
+      step: that of the checkpoint.
+      run_id: the run that it must be of; empty: any; None: this one.
+    """
+    if run_id is None:
+      run_id = self.run_id
+    read = functools.partial(self._read_manifest, step, run_id)
     return read_repeatedly(self._named(step), read)
 
   def _state(self, step: int, abstract: PyTree, manifest: Manifest) -> tuple[PyTree, str]:
@@ -334,8 +360,8 @@ class Checkpoints:
     check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
     return read_repeatedly(self._named(step), read, check)
 
-  def _read_manifest(self, step: int) -> Manifest:
-    """Read a manifest; raise OSError if it is damaged, or of another step or run."""
+  def _read_manifest(self, step: int, run_id: str) -> Manifest:
+    """Read a manifest; raise OSError if it is damaged, or of another step or run than `run_id`."""
     folder = self._directory / str(step)
     require_regular_files(folder)
     # A Checkpointer would let all processes wait for one that cannot read.
@@ -345,8 +371,8 @@ class Checkpoints:
     saved_run = manifest["body"].get("run")
     if saved_step != step:
       raise OSError(f"it was saved as step {saved_step}, and its folder was renamed")
-    if saved_run and self.run_id and saved_run != self.run_id:
-      raise OSError(f"it is of another run (run_id {saved_run}, here {self.run_id})")
+    if saved_run and run_id and saved_run != run_id:
+      raise OSError(f"it is of another run (run_id {saved_run}, here {run_id})")
     return manifest
 
   def _read_state(self, step: int, abstract: PyTree) -> PyTree:

@@ -309,7 +309,7 @@ class RunFolder:
       if not changes:
         return
       previous = read_regular(self.config, MAX_CONFIG_BYTES)
-      write_atomically(self._unused_config_path(), previous.decode())
+      write_atomically(self._unused_config_path(), previous)
     save(self.config)
     self.upload()
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -10,7 +11,8 @@ from typing import TextIO
 
 from maxlite.config.libtpu_environment import quiet_libtpu
 
-# Errors of the operating system that the user can correct: full or read-only disks, permissions.
+# Errors of the operating system that the user can correct: full or read-only disks, permissions,
+# links and special files in the place of files.
 _STORAGE_ERRORS = (
   errno.ENOSPC,
   errno.EDQUOT,
@@ -18,6 +20,8 @@ _STORAGE_ERRORS = (
   errno.EACCES,
   errno.EPERM,
   errno.ENOTDIR,
+  errno.ELOOP,
+  errno.ENXIO,
 )
 
 
@@ -60,6 +64,19 @@ def write_line(line: str, stream: TextIO | None = None) -> None:
   stream = stream or sys.stderr
   stream.write(f"{escape(line)}\n")
   stream.flush()
+
+
+def _escape_record(record: logging.LogRecord) -> bool:
+  record.msg = escape(record.getMessage())
+  record.args = None
+  return True
+
+
+def get_logger(name: str) -> logging.Logger:
+  """Return the logger of a module, whose messages are escaped."""
+  logger = logging.getLogger(name)
+  logger.addFilter(_escape_record)
+  return logger
 
 
 def raise_all(errors: Sequence[UserError]) -> None:

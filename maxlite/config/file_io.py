@@ -10,7 +10,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import TextIO
+from typing import BinaryIO
 
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import JsonObject
@@ -96,12 +96,12 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[TextIO]:
-  """Yield a new text file that replaces `path`, also a link, once it is on disk."""
+def replaced(path: Path) -> Iterator[BinaryIO]:
+  """Yield a new file that replaces `path`, also a link, once it is on disk; create its folder."""
   path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
   try:
-    with named_errors(path), unfinished.open("x", encoding="utf-8") as file:
+    with named_errors(path), unfinished.open("xb") as file:
       yield file
       file.flush()
       os.fsync(file.fileno())
@@ -111,10 +111,12 @@ def replaced(path: Path) -> Iterator[TextIO]:
     raise
 
 
-def write_atomically(path: Path, text: str) -> None:
-  """Replace `path` by a file with `text`, which is on disk on return; create its folder."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+  """Replace `path` by a file with `content`, which is on disk on return; create its folder."""
+  if isinstance(content, str):
+    content = content.encode()
   with replaced(path) as file:
-    file.write(text)
+    file.write(content)
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ class JsonlWriter:
       with replaced(path) as kept:
         for line, row in _lines_and_rows(path):
           if row["step"] <= resume_step:
-            kept.write(line)
+            kept.write(line.encode())
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 

@@ -22,6 +22,8 @@ from maxlite.config.object_store import (
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.hf.load_model import open_folder
 
+UP = "../"
+
 
 @pytest.mark.parametrize("look_up", [list_files, list_names])
 @pytest.mark.parametrize(("server", "scheme"), [("s3_server", "s3"), ("gcs_server", "gs")])
@@ -166,8 +168,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "key",
   [
-    "run/../../../outside",
-    "run/x/../../../../outside",
+    f"run/{UP * 3}outside",
+    f"run/x/{UP * 4}outside",
     "run/..",
     "run/.",
     "run/x/./y",
