@@ -297,11 +297,14 @@ class Checkpoints:
       is_given: whether the user chose the only step, so that damage is an error.
 
     Raises:
-      UserError: all checkpoints are damaged, or the latest valid one is of another model.
+      UserError: all checkpoints are damaged or of one other run, or the latest valid one is of
+        another model.
     """
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = self._manifest(step)
+      if manifest is None and step == steps[0]:
+        self._require_own(steps)
       if manifest is not None:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
@@ -318,7 +321,6 @@ class Checkpoints:
       else:
         outcome = f"falling back to {earlier}"
       self._report(f"{self._named(step)} is damaged: {damage}; {outcome}")
-    self._require_own(steps)
     if steps:
       listed = ", ".join(str(step) for step in steps)
       raise UserError(
