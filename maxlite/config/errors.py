@@ -5,6 +5,8 @@ import errno
 import gc
 import logging
 import sys
+import traceback
+import unicodedata
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
@@ -52,6 +54,11 @@ def escape(text: str) -> str:
     else:
       parts.append(character.encode("unicode_escape").decode())
   return "".join(parts)
+
+
+def escape_controls(text: str) -> str:
+  """Return `text` with escapes for control characters alone; other scripts have joiners, marks."""
+  return "".join(escape(part) if unicodedata.category(part) == "Cc" else part for part in text)
 
 
 def printable(text: str) -> str:
@@ -127,6 +134,6 @@ def prepare_process(program: str) -> None:
     if cause:
       sys.stderr.write(f"{program}: interrupted\n")
     else:
-      sys.__excepthook__(kind, error, trace)
+      write_line("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
   sys.excepthook = report
