@@ -64,6 +64,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follows_links: bool = 
   except OSError as error:
     if error.errno not in _CANNOT_OPEN:
       raise
+  except ValueError:  # a null character
+    raise UserError(f"{path} is not the name of a file: correct it") from None
   else:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
       return descriptor
