@@ -30,6 +30,7 @@ from maxlite.data.batch import Batch, DeviceBatch
 from maxlite.data.packing import pad_row
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.evaluation.document_losses import row_sums
+from maxlite.hf.hf_folder import read_config
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.load_model import load, open_folder
 from maxlite.inference.batcher import Batcher
@@ -285,7 +286,7 @@ def _data_config(path: str) -> tuple[DataConfig, int]:
   keys = tokenizer_keys(folder)
   if not keys:
     raise UserError(f"{folder} has no tokenizer.json or tokenizer.model")
-  hf = json.loads((folder / "config.json").read_bytes())
+  hf = read_config(folder)
   data: DataConfig = build(DataConfig, DEFAULTS | keys)
   return data, hf.get("max_position_embeddings", 0)
 

@@ -20,12 +20,12 @@ from maxlite.config.model_function import EXECUTION
 from maxlite.config.read_keys import check_typed
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
-from maxlite.data.batch import Batch, HostBatch
+from maxlite.data.batch import Batch, HostBatch, checked_batch
 from maxlite.ensemble.run_members import train_members_of
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import Row, step_row
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import METRICS, read_rows
 from maxlite.runs.evaluate_run import evaluate_held_out
 from maxlite.runs.open_run import open_weights
 from maxlite.runs.run import train_model
@@ -75,7 +75,7 @@ class Run:
   @property
   def rows(self) -> list[JsonObject]:
     """The logged rows, oldest first; None is a value that was not finite."""
-    return read_rows(run_folder(self.config).metrics)
+    return read_rows(run_folder(self.config).metrics, METRICS)
 
   @property
   def metrics(self) -> dict[str, np.ndarray]:
@@ -137,6 +137,8 @@ class Run:
     """
     if phase_plan_of(self.trainer) is not None:
       raise UserError("train_on(...) does not support phases: open a run without them")
+    if isinstance(batches, Batch):  # its fields would be batches
+      raise UserError("train_on(...) takes batches: write [batch]")
     state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
     rows: list[Row] = []
     for batch in batches:
@@ -158,20 +160,13 @@ class Run:
     """Return the rows of `batch` on this host; UserError unless they fit the trainer."""
     if not isinstance(batch, Batch):
       batch = Batch.of(batch)
-    tokens_BT = np.asarray(batch.tokens_BT)
-    if tokens_BT.shape != self.trainer.batch_shape:
+    batch = checked_batch(batch, self.config.model.vocab_size)
+    if batch.tokens_BT.shape != self.trainer.batch_shape:
       raise UserError(
-        f"a batch has the shape {tokens_BT.shape}, but the run trains on "
+        f"a batch has the shape {batch.tokens_BT.shape}, but the run trains on "
         f"{self.trainer.batch_shape}: open it with per_device_batch_size and max_target_length "
         "to match"
       )
-    vocab_size = self.config.model.vocab_size
-    for ids_BT in (tokens_BT, np.asarray(batch.targets_BT)):
-      if ids_BT.min() < 0 or ids_BT.max() >= vocab_size:
-        raise UserError(
-          f"a batch has ids from {ids_BT.min()} to {ids_BT.max()}, but vocab_size={vocab_size}: "
-          "give ids of the run's tokenizer"
-        )
     return batch
 
   def _with(self, **keys: KeyValue) -> Config:

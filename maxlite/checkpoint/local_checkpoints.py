@@ -30,12 +30,23 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.manifest import seal_manifest, verify_manifest
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import MAX_JSON_BYTES, open_regular
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
 from maxlite.sharding.pytree import PyTree
 
-_FILE = re.compile(r"(\d+)-(\w+)-(\w+)\.(slices|\d+\.tmp)")
+_FILE = re.compile(r"(\d{1,18})-(\w+)-(\w+)\.(slices|\d+\.tmp)", re.ASCII)
+# A damaged file raises any error of JSON, Unicode or the file system.
+_DAMAGE = (
+  OSError,
+  ValueError,
+  KeyError,
+  TypeError,
+  AttributeError,
+  OverflowError,
+  RecursionError,
+)
 Bounds: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) of every axis
 
 
@@ -254,7 +265,8 @@ class LocalCheckpoints:
       }
       manifest = seal_manifest(own_body)
       try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process with the same id
+        with temporary.open("xb") as file:
           line = f"{json.dumps(manifest)}\n"
           file.write(line.encode())
           file.write(data.data)
@@ -348,16 +360,17 @@ class LocalCheckpoints:
   def _read(self, name: FileName) -> Content | None:
     """Read a file; None if it is missing or damaged."""
     path = self._directory / str(name)
+    num_bytes = _num_bytes(_slices_of(self._keys.index(name.slices_key), self._abstract))
     try:
-      with path.open("rb") as file:
-        manifest = json.loads(file.readline())
-        body = verify_manifest(manifest)["body"]
-        data = np.fromfile(file, np.uint8)
-    # A damaged file raises any error of JSON, Unicode or the file system.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+      with os.fdopen(open_regular(path), "rb") as file:
+        manifest = json.loads(file.readline(MAX_JSON_BYTES))
+        data = np.fromfile(file, np.uint8, num_bytes + 1)
+      body = verify_manifest(manifest)["body"]
+      expected = {"file": str(name), "step": name.step, "crc32": zlib.crc32(data.data)}
+      is_whole = data.size == num_bytes and expected.items() <= body.items()
+    except _DAMAGE:
       return None
-    crc32 = zlib.crc32(data.data)
-    if body["file"] != str(name) or body["crc32"] != crc32:
+    if not is_whole or not isinstance(body.get("data"), dict):
       return None
     return Content(body, data)
 
@@ -406,7 +419,7 @@ class LocalCheckpoints:
     """
     for path in self._directory.iterdir():
       found = _FILE.fullmatch(path.name)
-      if found is None:
+      if found is None or path.is_dir():
         continue
       other = Snapshot(int(found[1]), found[2])
       is_later = other.run_start == self._run_start and other > snapshot

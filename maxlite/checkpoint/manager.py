@@ -43,7 +43,7 @@ from maxlite.checkpoint.orbax_object_store import (
   remove_folder,
 )
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
-from maxlite.checkpoint.run_folder import require_regular_files, step_of
+from maxlite.checkpoint.run_folder import RUN_ID, require_regular_files, step_of
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import sealed_keys
@@ -127,10 +127,13 @@ class Checkpoints:
     self._require_shared(steps)
     if not steps:
       return ""
-    manifest, _ = self._manifest(steps[-1])
+    manifest, _ = self._manifest(steps[-1], run_id="")
     if manifest is None:
       return ""
-    return manifest["body"].get("run", "")
+    run_id = str(manifest["body"].get("run", ""))
+    if run_id and not RUN_ID.fullmatch(run_id):
+      raise UserError(f"{self._named(steps[-1])} is of a run with the id {run_id!r}: move it away")
+    return run_id
 
   def save(
     self,
@@ -305,11 +308,14 @@ class Checkpoints:
       is_given: whether the user chose the only step, so that damage is an error.
 
     Raises:
-      UserError: all checkpoints are damaged, or the latest valid one is of another model.
+      UserError: all checkpoints are damaged or of one other run, or the latest valid one is of
+        another model.
     """
     self._require_shared(steps)
     for step, earlier in itertools.zip_longest(steps, steps[1:]):
       manifest, damage = self._manifest(step)
+      if manifest is None and step == steps[0]:
+        self._require_own(steps)
       if manifest is not None:
         part = abstract
         if not prefix and manifest["body"]["data"] is None:
@@ -335,9 +341,31 @@ class Checkpoints:
       )
     return None
 
-  def _manifest(self, step: int) -> tuple[Manifest | None, str]:
-    """Return (manifest, "") or (None, damage), the same on all processes."""
-    read = functools.partial(self._read_manifest, step)
+  def _require_own(self, steps: list[int]) -> None:
+    """Raise UserError if these checkpoints are of one run, which is another one by its id."""
+    runs: set[str] = set()
+    for step in steps:
+      manifest, _ = self._manifest(step, run_id="")
+      if manifest is None:
+        return
+      runs.add(manifest["body"].get("run", ""))
+    if self.run_id and len(runs) == 1 and self.run_id not in runs:
+      (other,) = runs
+      raise UserError(
+        f"all checkpoints in {self._shown} are of the run {other}, and the file run_id says "
+        f"{self.run_id}: if run_id was damaged, remove it; else move the checkpoints away"
+      )
+
+  def _manifest(self, step: int, run_id: str | None = None) -> tuple[Manifest | None, str]:
+    """Return (manifest, "") or (None, damage), the same on all processes.
+
+    Args:
+      step: that of the checkpoint.
+      run_id: the run that it must be of; empty: any; None: this one.
+    """
+    if run_id is None:
+      run_id = self.run_id
+    read = functools.partial(self._read_manifest, step, run_id)
     return read_repeatedly(self._named(step), read)
 
   def _state(self, step: int, abstract: PyTree, manifest: Manifest) -> tuple[PyTree, str]:
@@ -346,8 +374,8 @@ class Checkpoints:
     check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
     return read_repeatedly(self._named(step), read, check)
 
-  def _read_manifest(self, step: int) -> Manifest:
-    """Read a manifest; raise OSError if it is damaged, or of another step or run."""
+  def _read_manifest(self, step: int, run_id: str) -> Manifest:
+    """Read a manifest; raise OSError if it is damaged, or of another step or run than `run_id`."""
     folder = self._directory / str(step)
     require_regular_files(folder)
     # A Checkpointer would let all processes wait for one that cannot read.
@@ -357,8 +385,8 @@ class Checkpoints:
     saved_run = manifest["body"].get("run")
     if saved_step != step:
       raise OSError(f"it was saved as step {saved_step}, and its folder was renamed")
-    if saved_run and self.run_id and saved_run != self.run_id:
-      raise OSError(f"it is of another run (run_id {saved_run}, here {self.run_id})")
+    if saved_run and run_id and saved_run != run_id:
+      raise OSError(f"it is of another run (run_id {saved_run}, here {run_id})")
     return manifest
 
   def _read_state(self, step: int, abstract: PyTree) -> PyTree:

@@ -1,6 +1,5 @@
 """The folder of a run: its files, its saved config, and its local copy if on an object store."""
 
-import errno
 import fcntl
 import functools
 import json
@@ -9,7 +8,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -18,8 +16,14 @@ from typing import TypeAlias
 
 from maxlite.config import tokenizer_files
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import write_atomically
+from maxlite.config.errors import UserError, printable
+from maxlite.config.file_io import (
+  MAX_CONFIG_BYTES,
+  irregularity,
+  open_regular,
+  read_regular,
+  write_atomically,
+)
 from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import (
   AnyPath,
@@ -43,6 +47,8 @@ from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
 _LOCK = ".lock"
+RUN_ID = re.compile("[a-zA-Z0-9_ -]{1,64}")  # local checkpoints are in a folder of this name
+_MAX_LINE_BYTES = 4096  # of a file with one line
 _STEP = re.compile("0|[1-9][0-9]*")  # 00099 is not a step, nor are digits of other scripts
 _BEST = "best"  # stands for the best member of an ensemble
 _MAX_SHOWN_MEMBERS = 20  # in a message
@@ -77,6 +83,7 @@ class RunFolder:
     self.tensorboard = self.directory / "tensorboard"
     self.checkpoints = to_path(join(self.place, "checkpoints"))
     self._members = self.directory / "members"  # only in an ensemble
+    self._results = self.directory / "members.jsonl"  # only in an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"
     self._lock = self.directory / _LOCK  # held by the process that trains, which it names
@@ -112,34 +119,46 @@ class RunFolder:
 
   def _best_member(self) -> str:
     """Return the first of members.jsonl, which is in the order of the held-out losses."""
-    results = self.directory / "members.jsonl"
-    if not results.exists():
+    fix = "write the name of a member instead of best"
+    name = self._results.name
+    if not self._results.exists():
       raise UserError(
-        f"{self.place} has no {results.name}, which ranks the members at the end of training: "
-        "write the name of a member instead of best"
+        f"{self.place} has no {name}, which ranks the members at the end of training: {fix}"
       )
-    with results.open(encoding="utf-8") as file:
-      first = json.loads(file.readline())
-    if first["best_loss"] is None:
-      raise UserError(
-        f"{self.place}: no member has a held-out loss: write the name of a member instead of best"
-      )
-    return str(first["name"])
+    with open(open_regular(self._results), "rb") as file:
+      line = file.readline(MAX_CONFIG_BYTES)
+    try:
+      first = json.loads(line)
+      best = str(first["name"])
+      loss = first["best_loss"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+      raise UserError(f"{self.place}: line 1 of {name} is not a member's result: {fix}") from None
+    if loss is None:
+      raise UserError(f"{self.place}: no member has a held-out loss: {fix}")
+    return best
 
   def run_id(self, default: str = "") -> str:
     """Return the id that distinguishes this run from others, such as earlier ones of its name.
 
     If it is missing, it is `default`, or a new one if that is empty.
     """
-    if not self._run_id.exists():
-      write_atomically(self._run_id, default or secrets.token_hex(8))
-    return self.saved_run_id()
+    run_id = self.saved_run_id()
+    if not run_id:
+      run_id = default or secrets.token_hex(8)
+      write_atomically(self._run_id, run_id)
+    return run_id
 
   def saved_run_id(self) -> str:
-    """Return the id of this run; empty if it has none yet."""
-    if not self._run_id.exists():
+    """Return the id of this run; empty if it has none yet; UserError if it cannot be one."""
+    if not os.path.lexists(self._run_id):
       return ""
-    return self._run_id.read_text("utf-8", errors="replace").strip()
+    text = read_regular(self._run_id, _MAX_LINE_BYTES).decode(errors="replace").strip()
+    if text and not RUN_ID.fullmatch(text):
+      raise UserError(
+        f"{self.place}: the file {self._run_id.name} is damaged: remove it, and the run takes its "
+        "id from its latest checkpoint"
+      )
+    return text
 
   def require_regular(self) -> None:
     """Raise UserError if a file or folder of the run is something else, such as a link loop."""
@@ -147,7 +166,9 @@ class RunFolder:
       self.config,
       self.model,
       self.metrics,
+      self.eval_documents,
       self.expert_load,
+      self._results,
       self._run_id,
       self._lock,
     )
@@ -158,7 +179,7 @@ class RunFolder:
       self._members,
     )
     for path in (*folders, *files):
-      problem = _irregularity(path, is_folder=path in folders)
+      problem = irregularity(path, is_folder=path in folders)
       if problem:
         raise UserError(f"run folder {self.place}: {path.name} {problem}: move it away")
 
@@ -193,12 +214,12 @@ class RunFolder:
     self.require_regular()
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
-      flags = os.O_RDWR | os.O_CREAT
-      self._locked = os.open(self._lock, flags, 0o666)
+      self._locked = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
       fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       self.unlock()
-      holder = self._lock.read_text("utf-8") or "another process"
+      content = read_regular(self._lock, _MAX_LINE_BYTES)
+      holder = printable(content.decode(errors="replace")) or "another process"
       raise UserError(
         f"{self.directory} is in use by {holder}: wait until it ends, stop it, or choose another "
         "run_name"
@@ -328,14 +349,15 @@ class RunFolder:
     if not is_first_start:
       if not (changes or is_copied):
         return
-      shutil.copyfile(self.config, self._unused_config_path())
+      previous = read_regular(self.config, MAX_CONFIG_BYTES)
+      write_atomically(self._unused_config_path(), previous)
     save_resolved(config, self.config)
     self.upload()
 
   def _unused_config_path(self) -> Path:
     """Return the first config.N.yml that does not exist."""
     n = 1
-    while (self.directory / f"config.{n}.yml").exists():
+    while os.path.lexists(self.directory / f"config.{n}.yml"):
       n += 1
     return self.directory / f"config.{n}.yml"
 
@@ -351,30 +373,16 @@ def require_regular_files(folder: AnyPath) -> None:
   """Raise OSError if a local folder contains something whose reading may never end."""
   if not isinstance(folder, Path):
     return
-  for parent, _, names in os.walk(folder):
-    for name in names:
+  for parent, folders, files in os.walk(folder):
+    for name in files:
       path = Path(parent, name)
-      problem = _irregularity(path, is_folder=False)
+      problem = irregularity(path)
       if problem:
         raise OSError(f"{path.relative_to(folder)} {problem}")
-
-
-def _irregularity(path: Path, *, is_folder: bool) -> str:
-  """Return why a path is not a file, or not a folder; empty if it is, or if there is none."""
-  try:
-    mode = path.stat().st_mode
-  except FileNotFoundError:
-    return "is a link to nothing" if path.is_symlink() else ""
-  except OSError as error:
-    # What reads the path reports other errors.
-    return "is a loop of links" if error.errno == errno.ELOOP else ""
-  if is_folder and not stat.S_ISDIR(mode):
-    return "is not a folder"
-  if not is_folder and stat.S_ISDIR(mode):
-    return "is a folder"
-  if not is_folder and not stat.S_ISREG(mode):
-    return "is not a file"
-  return ""
+    for name in folders:
+      path = Path(parent, name)
+      if path.is_symlink():  # os.walk does not look into it
+        raise OSError(f"{path.relative_to(folder)} is a link to {os.readlink(path)}")
 
 
 def _only_data(name: str, before: KeyValue, now: KeyValue) -> bool:

@@ -41,9 +41,10 @@ def take_config_flags(arguments: Sequence[str]) -> tuple[list[Setting], list[str
       "config", ConfigDict(values), flag_values=defined, sys_argv=argv
     )
     others = defined(argv, known_only=True)[1:]
+    overrides = config_flags.get_override_values(defined["config"])
+  # absl does not parse flags after `--`.
   except (flags.Error, ValueError) as error:
-    raise UserError(f"command line: {error}; write --config.KEY=value") from None
-  overrides = config_flags.get_override_values(defined["config"])
+    raise UserError(f"command line: {error}; write --config.KEY=value before any --") from None
   settings = [Setting(name, show(value), f"--config.{name}") for name, value in overrides.items()]
   return settings, list(others)
 

@@ -3,13 +3,18 @@
 import contextlib
 import errno
 import gc
+import logging
 import sys
+import traceback
+import unicodedata
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import TextIO
 
 from maxlite.config.libtpu_environment import quiet_libtpu
 
-# Errors of the operating system that the user can correct: full or read-only disks, permissions.
+# Errors of the operating system that the user can correct: full or read-only disks, permissions,
+# links and special files in the place of files.
 _STORAGE_ERRORS = (
   errno.ENOSPC,
   errno.EDQUOT,
@@ -17,6 +22,8 @@ _STORAGE_ERRORS = (
   errno.EACCES,
   errno.EPERM,
   errno.ENOTDIR,
+  errno.ELOOP,
+  errno.ENXIO,
 )
 
 
@@ -25,15 +32,58 @@ class UserError(ValueError):
 
   @property
   def lines(self) -> list[str]:
-    """The mistakes, each without line breaks."""
-    lines = []
-    for mistake in self.args:
-      words = str(mistake).split()
-      lines.append(" ".join(words))
-    return lines
+    """The mistakes, each without line breaks and other characters that a terminal obeys."""
+    return [printable(str(mistake)) for mistake in self.args]
 
   def __str__(self) -> str:
-    return "\n".join(map(str, self.args))
+    return "\n".join(self.lines)
+
+
+def escape(text: str) -> str:
+  """Return `text` with escapes for what is not printable, except line breaks and tabs.
+
+  Names of keys, members and tensors, and the texts of peers, may be a stranger's: a terminal would
+  obey their control characters.
+  """
+  if text.isprintable():
+    return text
+  parts = []
+  for character in text:
+    if character.isprintable() or character in "\n\t":
+      parts.append(character)
+    else:
+      parts.append(character.encode("unicode_escape").decode())
+  return "".join(parts)
+
+
+def escape_controls(text: str) -> str:
+  """Return `text` with escapes for control characters alone; other scripts have joiners, marks."""
+  return "".join(escape(part) if unicodedata.category(part) == "Cc" else part for part in text)
+
+
+def printable(text: str) -> str:
+  """Return `text` as one line, escaped."""
+  return escape(" ".join(text.split()))
+
+
+def write_line(line: str, stream: TextIO | None = None) -> None:
+  """Write a line to `stream` at once, by default stderr, with escapes for control characters."""
+  stream = stream or sys.stderr
+  stream.write(f"{escape(line)}\n")
+  stream.flush()
+
+
+def _escape_record(record: logging.LogRecord) -> bool:
+  record.msg = escape(record.getMessage())
+  record.args = None
+  return True
+
+
+def get_logger(name: str) -> logging.Logger:
+  """Return the logger of a module, whose messages are escaped."""
+  logger = logging.getLogger(name)
+  logger.addFilter(_escape_record)
+  return logger
 
 
 def raise_all(errors: Sequence[UserError]) -> None:
@@ -61,9 +111,9 @@ def exit_on_user_error(program: str) -> Iterator[None]:
       raise
     place = error.filename or "a file cannot be written"
     fix = "free space, change permissions or name another folder"
-    lines = [f"{place}: {error.strerror}: {fix}"]
+    lines = [printable(f"{place}: {error.strerror}: {fix}")]
   for line in lines:
-    sys.stderr.write(f"{program}: {line}\n")
+    write_line(f"{program}: {line}")
   raise SystemExit(2)
 
 
@@ -84,6 +134,6 @@ def prepare_process(program: str) -> None:
     if cause:
       sys.stderr.write(f"{program}: interrupted\n")
     else:
-      sys.__excepthook__(kind, error, trace)
+      write_line("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
   sys.excepthook = report

@@ -9,14 +9,16 @@ from typing import NamedTuple
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError, exit_on_user_error, prepare_process, raise_all
+from maxlite.config.maxtext_answers import answer_key
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
+from maxlite.config.raw_values import show
 from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.start_model import start_settings, with_start
 from maxlite.config.validation import validate
-from maxlite.config.values import Setting, parse
+from maxlite.config.values import BASE_CONFIG, Setting, parse
 from maxlite.config.yaml_files import (
   EXECUTION_KEYS,
   MODEL_FILE,
@@ -28,6 +30,7 @@ from maxlite.config.yaml_files import (
   with_bases,
 )
 
+_MAX_SUGGESTIONS = 50  # a search for a similar key takes a millisecond
 _MAPPING = "config"  # the source of settings from `load_config(config=...)`
 
 
@@ -182,6 +185,9 @@ def _check_settings(settings: Sequence[Setting]) -> None:
   errors: list[UserError] = []
   for setting in settings:
     try:
+      if len(errors) >= _MAX_SUGGESTIONS and setting.name not in (*KEYS, BASE_CONFIG):
+        advice = answer_key(setting.name, show(setting.raw)) or "is not a key"
+        raise setting.error(advice)
       parse(setting, any_choice=has_plugins)
       if setting.name == "model_name" and setting.raw:
         find_preset(setting)
@@ -220,7 +226,7 @@ def _imported_model(settings: Sequence[Setting], defaults: Mapping[str, KeyValue
       name = setting.raw
   place = join(os.path.expanduser(str(parent)), str(name), MODEL_FILE)
   if not is_remote(place):
-    if not os.path.isfile(place):
+    if not os.path.lexists(place):
       return []
     return read_model_file(Path(place))
   with store_errors(place):

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 import fsspec
 from etils import epath
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, write_line
 from maxlite.config.file_io import new_folder
 from maxlite.config.json_values import Json
 
@@ -90,8 +89,7 @@ def _require_answer(scheme: str, bucket: str) -> None:
       error = answered.exception(timeout=seconds - waited)
     except TimeoutError:
       waited = seconds
-      sys.stderr.write(f"waiting for {bucket} to answer ... {seconds} s\n")
-      sys.stderr.flush()
+      write_line(f"waiting for {bucket} to answer ... {seconds} s")
       continue
     if error is not None:
       raise error
@@ -201,8 +199,10 @@ def size_and_version(file: DataFile) -> tuple[int, int | str]:
 def list_files(uri: str) -> list[RemoteFile]:
   """List the objects that `uri` names: one, those that match a glob, or those of a folder.
 
+  Empty objects that consoles of stores create as folders (`data/`) are left out.
+
   Raises:
-    UserError: the store cannot be read.
+    UserError: the store cannot be read, or an object's name is no path of a file.
   """
   store = filesystem(uri)
   with store_errors(uri):
@@ -213,15 +213,19 @@ def list_files(uri: str) -> list[RemoteFile]:
       found = store.find(uri, detail=True)
     if not found:
       store.info(bucket_of(uri))  # raises if there is none
-    files = [_remote_file(uri, info) for info in found.values() if info["type"] == "file"]
-    return sorted(files, key=str)
+  files = []
+  for info in found.values():
+    if info["type"] == "file" and not _is_folder_marker(info):
+      _require_file_path(bucket_of(uri), info["name"].partition("/")[2])
+      files.append(_remote_file(uri, info))
+  return sorted(files, key=str)
 
 
 def list_names(uri: str) -> dict[str, bool]:
   """Return {name: whether it is a folder} of what the folder `uri` has; empty if there is none.
 
   Raises:
-    UserError: the bucket does not exist, or cannot be read.
+    UserError: the bucket does not exist or cannot be read, or a name is not that of a file.
   """
   store = filesystem(uri)
   with store_errors(uri):
@@ -231,10 +235,29 @@ def list_names(uri: str) -> dict[str, bool]:
       store.info(bucket_of(uri))
       return {}
   names = {}
+  place = uri.partition("://")[2].rstrip("/")
   for info in found:
-    _, _, name = info["name"].rpartition("/")
+    if _is_folder_marker(info):
+      continue
+    name = info["name"].removeprefix(place).removeprefix("/").removesuffix("/")
+    _require_file_path(uri, name)
     names[name] = info["type"] == "directory"
   return names
+
+
+def _is_folder_marker(info: dict[str, Json]) -> bool:
+  return info["type"] == "file" and info["name"].endswith("/") and not info["size"]
+
+
+def _require_file_path(place: str, name: str) -> None:
+  """Raise UserError if the name of an object is not a relative path, which stays in its folder.
+
+  A key of a store is any text; as a path, it could name a file outside a local copy.
+  """
+  if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+    raise UserError(
+      f"{place} has an object named {name!r}, which is no path of a file: rename or delete it"
+    )
 
 
 def bucket_of(uri: str) -> str:
@@ -252,7 +275,12 @@ def _remote_file(uri: str, info: dict[str, Json]) -> RemoteFile:
 
 def download(uri: str, file: Path) -> None:
   """Copy an object to a local file, whose folder is created."""
-  file.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:  # such as an object whose name is that of a folder of others
+    raise UserError(
+      f"{uri} cannot be copied to {file} ({error.strerror}): rename the object, or free space"
+    ) from None
   with store_errors(uri):
     filesystem(uri).get_file(uri, str(file))
 
@@ -286,7 +314,8 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",)) -> Path:
     try:
       with new_folder(folder) as partial:
         for file in files:
-          download(file.uri, partial / file.uri.removeprefix(path).strip("/"))
+          name = file.uri.removeprefix(path).strip("/") or file.name
+          download(file.uri, partial / name)
     except OSError:
       if not folder.exists():  # otherwise another process was first
         raise

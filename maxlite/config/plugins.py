@@ -71,6 +71,8 @@ def _import_module(name: str, folder: str, plugin: str, setting: Setting) -> Mod
   importlib.invalidate_caches()
   try:
     return importlib.import_module(name)
+  except SystemExit as error:
+    raise setting.error(f"ends the program (sys.exit({error.code!r})); remove that call") from None
   except (ImportError, SyntaxError) as error:
     fix = "write the path of a .py file, or a module of this folder or of PYTHONPATH"
     raise setting.error(f"cannot be imported: {type(error).__name__}: {error}; {fix}") from None

@@ -57,7 +57,7 @@ def python_settings(file: PythonFile, code: bytes) -> list[Setting]:
     return mapping_settings(config, str(path), _lines_of_keys(tree))
   except UserError:
     raise
-  except Exception as error:
+  except (Exception, SystemExit) as error:  # sys.exit() would end the command without a word
     cause = f"{type(error).__name__}: {error}"
     raise UserError(f"{_place(error, path)}: {cause}; correct the Python code") from None
   finally:
@@ -78,7 +78,7 @@ def _call(get_config: Callable[..., object] | None, file: PythonFile) -> object:
   return config
 
 
-def _place(error: Exception, path: Path) -> str:
+def _place(error: BaseException, path: Path) -> str:
   """`FILE:LINE` of the code of this file that raised the error."""
   frames = traceback.extract_tb(error.__traceback__)
   lines = [frame.lineno for frame in frames if frame.filename == str(path)]

@@ -50,7 +50,7 @@ def save_keys(config: Section, names: Collection[str], path: Path) -> None:
   values |= owned_values(values, path.parent)
   for name in names:
     text += _line(name, values[name])
-  path.write_text(text, encoding="utf-8")
+  write_atomically(path, text)
 
 
 def read_saved(path: Path, command: Config = DEFAULT_COMMAND) -> dict[str, KeyValue]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maxlite.config.config_field import KeyValue
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import new_folder, require_own_file
+from maxlite.config.file_io import MAX_CONFIG_BYTES, new_folder, read_regular, require_own_file
 from maxlite.config.object_store import AnyPath, local_tokenizer
 
 FOLDER = "tokenizer"  # in the folder of a run
@@ -160,7 +160,8 @@ def _digests(folder: Path) -> dict[str, str]:
   if not file.is_file():
     return {}
   digests = {}
-  for line in file.read_text("utf-8", errors="replace").splitlines():
+  text = read_regular(file, MAX_CONFIG_BYTES).decode(errors="replace")
+  for line in text.splitlines():
     digest, _, name = line.partition("  ")
     if "/" in name or name.startswith("."):
       raise UserError(f"{file} names {name!r}, which is not a file of this folder: restore it")

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.errors import UserError, raise_all
+from maxlite.config.file_io import MAX_CONFIG_BYTES, read_regular
 from maxlite.config.maxtext_answers import answer_value
 from maxlite.config.object_store import AnyPath
 from maxlite.config.python_files import PythonFile, python_settings
@@ -26,16 +27,18 @@ _MODEL_KEYS = {name for name, key in KEYS.items() if key.field.shapes_model}
 _MODEL_KEYS |= flatten(ModelConfig()).keys()
 
 
-def read_file(path: AnyPath, referrer: str) -> list[Setting]:
+def read_file(path: AnyPath, referrer: str, *, follows_links: bool = False) -> list[Setting]:
   """Read the settings of one YAML file, in order.
 
   Args:
+    path: the file, of at most MAX_CONFIG_BYTES.
     referrer: what names the file, for error messages.
+    follows_links: whether the file may be a link; in a run folder, it may not.
 
   Raises:
     UserError: the file cannot be read, is not a flat mapping, or has a duplicate key.
   """
-  root = _compose(path, referrer)
+  root = _compose(path, _read_bytes(path, referrer, follows_links=follows_links))
   if root is None:
     return []
   if not isinstance(root, yaml.MappingNode):
@@ -98,10 +101,11 @@ def read_chain(path: Path, referrer: str, users: tuple[Path, ...] = ()) -> list[
   """
   python_file = PythonFile.of(path)
   if python_file is None:
-    own = read_file(path, referrer)
+    own = read_file(path, referrer, follows_links=True)
     folder = path.parent
   else:
-    own = python_settings(python_file, _read_bytes(python_file.path, referrer))
+    code = _read_bytes(python_file.path, referrer, follows_links=True)
+    own = python_settings(python_file, code)
     folder = python_file.path.parent
   return with_bases(own, folder, (*users, path.resolve()))
 
@@ -168,9 +172,8 @@ def read_preset(model_name: Setting) -> list[Setting]:
   return settings
 
 
-def _compose(path: AnyPath, referrer: str) -> yaml.Node | None:
-  """The root node of a file; None if the file is empty."""
-  text = _read_bytes(path, referrer)
+def _compose(path: AnyPath, text: bytes) -> yaml.Node | None:
+  """The root node of the text of a file; None if it is empty."""
   try:
     return compose_yaml(text)
   except yaml.MarkedYAMLError as error:
@@ -182,12 +185,18 @@ def _compose(path: AnyPath, referrer: str) -> yaml.Node | None:
     raise UserError(f"{path}: bad YAML, {error}; write plain UTF-8 text") from None
 
 
-def _read_bytes(path: AnyPath, referrer: str) -> bytes:
+def _read_bytes(path: AnyPath, referrer: str, *, follows_links: bool) -> bytes:
   try:
-    return bytes(path.read_bytes())
+    if isinstance(path, Path):
+      return read_regular(path, MAX_CONFIG_BYTES, follows_links=follows_links)
+    with path.open("rb") as file:
+      content = bytes(file.read(MAX_CONFIG_BYTES + 1))
   except OSError as error:
     names: list[str] = []
     for pattern in ("*.y*ml", "*.py"):
       names.extend(file.name for file in path.parent.glob(pattern))
     hint = suggest(path.name, names, "name an existing YAML file")
     raise UserError(f"{referrer}: {path} cannot be read ({error.strerror}); {hint}") from None
+  if len(content) > MAX_CONFIG_BYTES:
+    raise UserError(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes; write a smaller file")
+  return content

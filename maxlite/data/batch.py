@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from numpy.typing import ArrayLike, DTypeLike
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from maxlite.config.errors import UserError
 
 Field = TypeVar("Field")
+_MAX_INT32 = np.iinfo(np.int32).max
 
 
 class Batch(struct.PyTreeNode, Generic[Field]):
@@ -37,17 +39,15 @@ class Batch(struct.PyTreeNode, Generic[Field]):
         padding; by default each row is one document.
 
     Raises:
-      UserError: these are not two arrays [B, T] of integers.
+      UserError: these are not two arrays [B, T] of integers from 0 that fit int32, or a document
+        has a gap.
     """
     tokens_BT = _integers("tokens", tokens_BT)
     if segment_BT is None:
       segment_BT = np.ones_like(tokens_BT)
     segment_BT = _integers("segments", segment_BT)
-    if segment_BT.shape != tokens_BT.shape:
-      raise UserError(
-        f"a batch has tokens of shape {tokens_BT.shape} and segments of shape {segment_BT.shape}: "
-        "give them the same"
-      )
+    _require_shape("segments", segment_BT, tokens_BT.shape)
+    _require_contiguous(segment_BT)
 
     is_start_BT = np.ones_like(tokens_BT, bool)
     is_start_BT[:, 1:] = segment_BT[:, 1:] != segment_BT[:, :-1]
@@ -76,14 +76,102 @@ DeviceBatch = Batch[jax.Array]  # The global batch.
 AbstractBatch = Batch[jax.ShapeDtypeStruct]
 
 
+def _array(name: str, values: ArrayLike) -> np.ndarray:
+  """Return `values` as an array with their own dtype; UserError if they are ragged."""
+  try:
+    return np.asarray(values)
+  except ValueError:
+    raise UserError(f"{name} of a batch have rows of different lengths: pad them") from None
+
+
 def _integers(name: str, values: ArrayLike) -> np.ndarray:
-  """Return `values` as int32 [B, T]."""
-  array = np.asarray(values)
-  if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+  """Return `values`, integers from 0, as int32 [B, T]."""
+  array = _array(name, values)
+  if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or not array.size:
     raise UserError(
       f"{name} of a batch are {array.dtype} of shape {array.shape}: give integers [rows, positions]"
     )
+  if array.min() < 0 or array.max() > _MAX_INT32:
+    raise UserError(
+      f"{name} of a batch are from {array.min()} to {array.max()}: give integers from 0 to "
+      f"{_MAX_INT32}"
+    )
   return array.astype(np.int32)
+
+
+def token_ids(name: str, values: ArrayLike, vocab_size: int) -> np.ndarray:
+  """Return `values` as int32 [B, T]; UserError unless they are ids of the vocabulary."""
+  ids_BT = _integers(name, values)
+  if ids_BT.max() >= vocab_size:
+    raise UserError(
+      f"{name} of a batch have ids from {ids_BT.min()} to {ids_BT.max()}, but vocab_size="
+      f"{vocab_size}: give ids of the run's tokenizer"
+    )
+  return ids_BT
+
+
+def _weights(values: ArrayLike) -> np.ndarray:
+  """Return `values`, the weights of targets in the loss, as float32."""
+  array = _array("weights", values)
+  is_number = np.issubdtype(array.dtype, np.number) or array.dtype in (np.bool_, jnp.bfloat16)
+  if not is_number or np.issubdtype(array.dtype, np.complexfloating):
+    raise UserError(f"weights of a batch are {array.dtype}: give numbers from 0")
+  with np.errstate(over="ignore"):
+    weight_BT = array.astype(np.float32)
+  if not np.isfinite(weight_BT).all() or weight_BT.min(initial=0) < 0:
+    raise UserError(
+      f"weights of a batch are from {array.min()} to {array.max()}: give finite numbers from 0"
+    )
+  total = weight_BT.sum(dtype=np.float64)
+  if total < 1:  # the loss divides by at least 1
+    raise UserError(
+      f"weights of a batch sum to {total:g}: give 1 to a target that counts, and at least one"
+    )
+  return weight_BT
+
+
+def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+  if array.shape != shape:
+    raise UserError(
+      f"a batch has tokens of shape {shape} and {name} of shape {array.shape}: give them the same"
+    )
+
+
+def _require_contiguous(segment_BT: np.ndarray) -> None:
+  """Raise UserError if a segment has a gap: its parts would attend to each other."""
+  for row, segment_T in enumerate(segment_BT):
+    starts = np.flatnonzero(np.diff(segment_T, prepend=-1))
+    started = segment_T[starts]
+    numbers, counts = np.unique(started[started > 0], return_counts=True)
+    if (counts > 1).any():
+      number = numbers[counts > 1][0]
+      raise UserError(
+        f"segment {number} of row {row} of a batch has a gap: give each document of a row its own "
+        "number"
+      )
+
+
+def checked_batch(batch: HostBatch, vocab_size: int) -> HostBatch:
+  """Return a caller's batch in the dtypes of a step, checked before anything is cast.
+
+  Raises:
+    UserError: a field is not what `Batch` says, the fields differ in shape, or an id is not in the
+      vocabulary.
+  """
+  checked = Batch(
+    tokens_BT=token_ids("tokens", batch.tokens_BT, vocab_size),
+    targets_BT=token_ids("targets", batch.targets_BT, vocab_size),
+    segment_BT=_integers("segments", batch.segment_BT),
+    position_BT=_integers("positions", batch.position_BT),
+    weight_BT=_weights(batch.weight_BT),
+  )
+  shape = checked.tokens_BT.shape
+  _require_shape("targets", checked.targets_BT, shape)
+  _require_shape("segments", checked.segment_BT, shape)
+  _require_shape("positions", checked.position_BT, shape)
+  _require_shape("weights", checked.weight_BT, shape)
+  _require_contiguous(checked.segment_BT)
+  return checked
 
 
 def abstract_batch(

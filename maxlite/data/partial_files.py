@@ -9,19 +9,19 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from maxlite.config.errors import get_logger
 from maxlite.config.file_io import write_atomically
 from maxlite.config.json_values import Json, JsonObject
 
 _RECORD = "progress.json"
 _BLOCK_BYTES = 1 << 20
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, get_logger
 from maxlite.config.file_io import write_atomically
 from maxlite.config.object_store import (
   AnyPath,
@@ -49,7 +48,7 @@ _LOCK = ".lock"
 _PACKED = (".gz", ".zst", ".parquet", ".arrow", ".array_record")  # size is not that of their text
 _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)

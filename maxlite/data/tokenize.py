@@ -8,7 +8,6 @@ continues with the next.
 
 import datetime
 import itertools
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maxlite.config.errors import write_line
 from maxlite.data.partial_files import PartialFiles
 from maxlite.data.split import SplitDocuments
 from maxlite.data.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ class _Report:
     self._skipped = self._done
     self._began = time.monotonic()
     if resumes:
-      sys.stderr.write(f"tokenizing resumes after {self._done / 1e6:,.0f} MB\n")
+      write_line(f"tokenizing resumes after {self._done / 1e6:,.0f} MB")
 
   def print(self) -> None:
     now = time.monotonic()
@@ -222,4 +222,4 @@ class _Report:
       progress += f" of {self._total / 1e6:,.0f} MB, {left} left"
     else:
       progress += " MB"
-    sys.stderr.write(f"tokenizing: {progress}, {speed / 1e6:.1f} MB/s\n")
+    write_line(f"tokenizing: {progress}, {speed / 1e6:.1f} MB/s")

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import MAX_JSON_BYTES, read_regular
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
@@ -278,7 +279,7 @@ def _file_hash(path: str) -> str:
   """Return a hash of a tokenizer's file; raise UserError if there is none."""
   if not Path(path).is_file():
     raise UserError(f"tokenizer_path={path!r} is not a file: set it to the tokenizer's file")
-  content = Path(path).read_bytes()
+  content = read_regular(Path(path), MAX_JSON_BYTES, follows_links=True)
   return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object, require_own_file
+from maxlite.config.file_io import (
+  MAX_CONFIG_BYTES,
+  read_json_object,
+  read_regular,
+  require_own_file,
+)
 from maxlite.config.json_values import Json, JsonObject
 
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
@@ -102,7 +107,7 @@ def _chat_template(folder: Path) -> str:
 def read_template(file: Path, place: str) -> str:
   """Read a Jinja2 template; raise UserError that names `place` if it is not text."""
   try:
-    return file.read_text("utf-8")
+    return read_regular(file, MAX_CONFIG_BYTES, follows_links=True).decode()
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f"{place} is not a Jinja2 template ({error}): replace it") from None
 

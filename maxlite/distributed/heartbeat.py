@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Mapping
 from typing import NoReturn
 
+from maxlite.config.errors import write_line
 from maxlite.config.json_values import Json
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
@@ -112,7 +113,7 @@ class Heartbeat:
     self._exiting.acquire()  # never released
     self._broadcast(_FAILED + reason)
     if show:
-      sys.stderr.write(f"process {self._process_id} exits: {reason}\n")
+      write_line(f"process {self._process_id} exits: {reason}")
     exit_process(code)
 
   def _run(self) -> None:
@@ -148,7 +149,7 @@ class Heartbeat:
     lines = (self._unread[peer] + text).split(b"\n")
     self._unread[peer] = lines.pop()
     for line in lines:
-      message = line.decode()
+      message = line.decode(errors="replace")
       if message == _BYE:
         self._selector.unregister(self._peers.pop(peer))
         return

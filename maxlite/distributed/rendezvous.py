@@ -1,12 +1,14 @@
 """Rendezvous of all processes of a run at process 0: all are present and agree, or all fail.
 
-A process sends a hello with the proof that it belongs to the run (visitors.py). Process 0 answers
-that it has joined, or first requests what both must have in common (agreement.py) if it differs. At
-the end, process 0 sends the outcome: a line with an error, or an empty line.
+Process 0 and another process prove to each other that they belong to the run, and the other one
+sends its hello (visitors.py). Process 0 answers that it has joined, or first requests what both
+must have in common (agreement.py) if it differs. At the end, process 0 sends the outcome: a line
+with an error, or an empty line.
 """
 
 import contextlib
 import dataclasses
+import hmac
 import ipaddress
 import json
 import socket
@@ -15,7 +17,15 @@ from collections.abc import Collection, Mapping
 
 from maxlite.config.errors import UserError
 from maxlite.distributed.agreement import describe_difference, digest, parse_facts
-from maxlite.distributed.visitors import LINE_BYTES, REFUSED, Hello, Visitors
+from maxlite.distributed.visitors import (
+  LINE_BYTES,
+  REFUSED,
+  Hello,
+  Visitors,
+  new_challenge,
+  parse_challenge,
+  proof_of_process_0,
+)
 
 TOKEN = "MAXLITE_COORDINATOR_TOKEN"  # environment variable: a secret that a run's processes share
 # Answers to a hello.
@@ -119,8 +129,8 @@ def _join(
     connection.close()
     if answer == REFUSED or time.monotonic() > deadline:
       raise UserError(
-        f"process 0 at coordinator_address={spec.address} did not accept this process: see its "
-        f"output, and give all processes the same {TOKEN}"
+        f"process 0 at coordinator_address={spec.address} did not accept this process, or is of "
+        f"another run: see its output, and give all processes the same {TOKEN}"
       )
     time.sleep(_RETRY_SECONDS)  # process 0 has too many other connections, or is another program
   outcome = _read_line(connection, 2 * timeout)  # process 0 may have started later
@@ -143,14 +153,23 @@ def _introduce(
   facts: Mapping[str, str],
   token: str,
 ) -> bytes | None:
-  """Send this process's hello, and its facts if requested; return the last answer, if any."""
-  challenge = _read_line(connection, _ANSWER_SECONDS)
-  if challenge is None:
+  """Send this process's hello, and its facts if requested; return the last answer, if any.
+
+  Nothing is sent but a challenge before process 0 has proven that it has the token; REFUSED is
+  returned if it has another.
+  """
+  challenge = parse_challenge(_read_line(connection, _ANSWER_SECONDS) or b"")
+  if not challenge:
     return None
   hello = Hello(spec.num_processes, spec.process_id, digest(facts))
+  own_challenge = new_challenge()
+  expected = proof_of_process_0(challenge, own_challenge, token)
   try:
-    challenge_text = challenge.decode(errors="replace").strip()
-    connection.sendall(hello.line(challenge_text, token))
+    connection.sendall(f"{own_challenge}\n".encode())
+    proof = _read_line(connection, _ANSWER_SECONDS) or b""
+    if not hmac.compare_digest(proof, expected):
+      return REFUSED if len(proof) == len(expected) else None
+    connection.sendall(hello.line(challenge, token))
     answer = _read_line(connection, _ANSWER_SECONDS)
     if answer == _DESCRIBE:
       line = f"{json.dumps(facts)}\n"

@@ -1,8 +1,15 @@
 """Connections to process 0 before they have proven that they belong to the run.
 
-A connection gets a random challenge and answers with the hello of its process. Its proof is the
-HMAC of the challenge and the hello with the run's token. There are few unproven connections, and
-each is open for seconds, so that strangers exhaust neither files nor time.
+Both sides prove that they have the run's token, process 0 first, so that a process tells nothing of
+the run to another program at the address:
+
+    process 0   CHALLENGE, which is random
+    process     CHALLENGE of its own
+    process 0   HMAC of both with the token
+    process     its hello, and the HMAC of process 0's challenge and the hello
+
+There are few unproven connections, and each is open for seconds, so that strangers exhaust neither
+files nor time.
 """
 
 import collections
@@ -21,8 +28,28 @@ REFUSED = b"refused\n"  # answers a hello without the proof
 _VISIT_SECONDS = 10.0  # for the hello to arrive
 _MIN_VISITORS = 64  # open at a time, or as many as the run has processes
 _RETRY_SECONDS = 0.1
+_CHALLENGE = re.compile(r"([0-9a-f]{32})\n")
 _HELLO = re.compile(r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def new_challenge() -> str:
+  return secrets.token_hex(16)
+
+
+def parse_challenge(line: bytes) -> str:
+  """Return the challenge that a line has; empty if it is another line."""
+  found = _CHALLENGE.fullmatch(line.decode("ascii", "replace"))
+  return found[1] if found else ""
+
+
+def proof_of_process_0(challenge: str, other_challenge: str, token: str) -> bytes:
+  """Return the line by which process 0 proves the token, to a process with `other_challenge`."""
+  return f"{_hmac(f'process 0: {challenge} {other_challenge}', token)}\n".encode()
+
+
+def _hmac(message: str, token: str) -> str:
+  return hmac.new(token.encode(), message.encode(), "sha256").hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +73,7 @@ class Hello:
     return f"{self.num_processes} {self.process_id} {self.digest}"
 
   def _proof(self, challenge: str, token: str) -> str:
-    message = f"{challenge} {self._text}"
-    return hmac.new(token.encode(), message.encode(), "sha256").hexdigest()
+    return _hmac(f"{challenge} {self._text}", token)
 
   @classmethod
   def verify(cls, line: str, challenge: str, token: str) -> "Hello | None":
@@ -76,6 +102,7 @@ class _Visitor:
   challenge: str
   deadline: float
   received: bytes = b""
+  has_proof: bool = False  # that process 0 has the token
 
 
 class Visitors:
@@ -146,7 +173,7 @@ class Visitors:
     connection.settimeout(_VISIT_SECONDS)
     visitor = _Visitor(
       connection=connection,
-      challenge=secrets.token_hex(16),
+      challenge=new_challenge(),
       deadline=time.monotonic() + _VISIT_SECONDS,
     )
     self._visitors[visitor] = None
@@ -155,13 +182,21 @@ class Visitors:
       connection.sendall(f"{visitor.challenge}\n".encode())
 
   def _receive(self, visitor: _Visitor) -> None:
-    """Read what a visitor has sent; once it is a line, accept or dismiss the visitor."""
+    """Read what a visitor has sent; once it is a line, answer, accept or dismiss the visitor."""
     received = b""
     with contextlib.suppress(OSError):
       received = visitor.connection.recv(LINE_BYTES)
     visitor.received += received
     is_open = received and len(visitor.received) < LINE_BYTES
     if is_open and not visitor.received.endswith(b"\n"):
+      return
+    other_challenge = parse_challenge(visitor.received)
+    if other_challenge and not visitor.has_proof:
+      visitor.has_proof = True
+      visitor.received = b""
+      with contextlib.suppress(OSError):
+        proof = proof_of_process_0(visitor.challenge, other_challenge, self._token)
+        visitor.connection.sendall(proof)
       return
     line = visitor.received.decode("ascii", "replace")
     hello = Hello.verify(line, visitor.challenge, self._token)

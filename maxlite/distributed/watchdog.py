@@ -2,10 +2,10 @@
 
 import faulthandler
 import math
-import sys
 import threading
 import time
 
+from maxlite.config.errors import write_line
 from maxlite.distributed.heartbeat import exit_process
 
 _FALLBACK_SECONDS = 10.0
@@ -45,9 +45,8 @@ class Watchdog:
     """Wait until the context is closed, or end the process at the deadline."""
     while not self._closed.wait(min(self._deadline - time.monotonic(), self._seconds)):
       if time.monotonic() >= self._deadline:
-        sys.stderr.write(
-          f"{self._operation} took longer than {self._seconds:g} s (step_timeout_seconds); "
-          "threads:\n"
+        write_line(
+          f"{self._operation} took longer than {self._seconds:g} s (step_timeout_seconds); threads:"
         )
         faulthandler.dump_traceback(all_threads=True)
         exit_process(1)

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import fnmatch
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import NamedTuple
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
 from maxlite.config.config_field import KeyValue
+from maxlite.config.errors import write_line
+from maxlite.config.file_io import irregularity, new_folder
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
@@ -72,7 +75,15 @@ def _parse_export(arguments: Sequence[str]) -> _ExportRequest:
 def _export(arguments: Sequence[str]) -> int:
   """Write a member, or the mean of several, to a run folder next to the ensemble's."""
   request = _parse_export(arguments)
-  ensemble = _read_config(Path(request.folder), trust_plugins=request.trusts_plugins)
+  folder = Path(request.folder)
+  if not folder.name or folder.name == "..":
+    folder = folder.resolve()
+  ensemble = _read_config(folder, trust_plugins=request.trusts_plugins)
+  # The folder may have been moved, or be a stranger's, whose config names any other folder.
+  place = dataclasses.replace(
+    ensemble.run, base_output_directory=str(folder.parent), run_name=folder.name
+  )
+  ensemble = dataclasses.replace(ensemble, run=place)
   members = {member.name: member.config for member in members_of(ensemble)}
   for name in request.names:
     if name not in members:
@@ -98,8 +109,8 @@ def _export(arguments: Sequence[str]) -> int:
     training = dataclasses.replace(cfg.training, ema_decay=0.0)
     cfg = dataclasses.replace(cfg, training=training)
   else:
-    ignored = shutil.ignore_patterns("config*.yml")
-    shutil.copytree(sources[0], target, ignore=ignored)
+    with new_folder(target) as unfinished:
+      shutil.copytree(sources[0], unfinished, ignore=_configs_in, dirs_exist_ok=True)
   run = dataclasses.replace(
     cfg.run,
     run_name=request.new_name,
@@ -109,8 +120,18 @@ def _export(arguments: Sequence[str]) -> int:
   cfg = dataclasses.replace(cfg, run=run, mesh=mesh)
   config_file = target / "config.yml"
   save_resolved(cfg, config_file)
-  sys.stdout.write(f"{target}: resume with python -m maxlite.train {config_file}\n")
+  write_line(f"{target}: resume with python -m maxlite.train {config_file}", sys.stdout)
   return 0
+
+
+def _configs_in(folder: str, names: Sequence[str]) -> set[str]:
+  """The names that are not copied; raise UserError if a link or a special file would be."""
+  for name in names:
+    path = Path(folder, name)
+    problem = irregularity(path, is_folder=path.is_dir())
+    if problem or path.is_symlink():
+      raise UserError(f"{path} {problem or 'is a link'}: replace it by a copy, or remove it")
+  return {name for name in names if fnmatch.fnmatch(name, "config*.yml")}
 
 
 def _require_one_model(members: Mapping[str, Config]) -> None:

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from maxlite.config.errors import UserError
@@ -18,6 +17,7 @@ from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.grouping import NotAlikeError
+from maxlite.metrics.writers import SafeConsole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlanTable(Table):
   """A table for a rich console, or for `print`."""
 
   def __str__(self) -> str:
-    console = Console(width=_PRINTED_WIDTH, color_system=None, force_jupyter=False)
+    console = SafeConsole(width=_PRINTED_WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
       console.print(self)
     return capture.get().rstrip()

@@ -20,6 +20,7 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, UserError, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.command_line import without_files
+from maxlite.config.errors import write_line
 from maxlite.config.file_io import new_folder
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import ADDED_MODULES, EXECUTION
@@ -51,7 +52,7 @@ def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
   """Run a command of convert.USAGE and print a line about the result."""
   with report_wait(f"converting ({command})"):
     line = COMMANDS[command](folder, argv)
-  sys.stdout.write(f"{line}\n")
+  write_line(line, sys.stdout)
   return 0
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
@@ -29,6 +30,7 @@ from maxlite.config.schema import (
   build,
 )
 from maxlite.config.validation import validate
+from maxlite.data.batch import token_ids
 from maxlite.hf.hf_checkpoint import open_weights, params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import DTYPES
@@ -50,7 +52,7 @@ class LoadedModel:
   def apply(
     self,
     params: Mapping[str, PyTree],
-    tokens_BT: jax.Array,
+    tokens_BT: ArrayLike,
     *,
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
@@ -62,7 +64,12 @@ class LoadedModel:
       segment_ids: [B, T], numbers from 1 for packed documents and 0 for padding; by default a row
         is one document.
       positions: [B, T], from 0 within each document.
+
+    Raises:
+      UserError: `tokens_BT` is not an array of JAX, and has ids outside the vocabulary.
     """
+    if not isinstance(tokens_BT, jax.Array):  # JAX would cast ids to int32, and clamp them
+      tokens_BT = token_ids("tokens", tokens_BT, self.cfg.vocab_size)
     variables: Mapping[str, PyTree] = {"params": params}
     if set(params) == {"params"}:
       variables = params

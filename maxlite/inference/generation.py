@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.errors import escape_controls, write_line
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig, ModelConfig
 from maxlite.data.sources.jsonl import read_objects
@@ -47,7 +48,7 @@ def run_generation(cfg: Config) -> int:
     (prompt,) = prompts
     engine.compile_for(requests[0])  # before the text, which reports of compilation would interrupt
     _write_text(prompt, completions)
-  sys.stderr.write(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s\n")
+  write_line(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s")
   return 0
 
 
@@ -213,10 +214,11 @@ def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> Generati
 
 
 def _write_text(prompt: str, completions: Iterable[CompletionText]) -> None:
-  """Write the prompt and its completion as text."""
-  sys.stdout.write(prompt)
+  """Write the prompt and its completion as text; to a terminal, with escapes for what it obeys."""
+  shown = escape_controls if sys.stdout.isatty() else str
+  sys.stdout.write(shown(prompt))
   for completion in completions:
-    sys.stdout.write(completion.text)
+    sys.stdout.write(shown(completion.text))
     sys.stdout.flush()
   sys.stdout.write("\n")
 

@@ -102,7 +102,7 @@ def _logged_seconds(rows: Sequence[LoggedRow], step: int) -> dict[str, float]:
       kept = row
   seconds: dict[str, float] = {}
   for kind in KINDS:
-    seconds[kind] = kept.get(_share(kind), 0.0) * kept[ELAPSED]
+    seconds[kind] = (kept.get(_share(kind)) or 0.0) * kept[ELAPSED]
   last = timed[-1]
   seconds["restart"] = seconds["restart"] + last[ELAPSED] - kept[ELAPSED]
   return seconds

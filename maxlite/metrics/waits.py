@@ -1,10 +1,11 @@
 """Reports of long waits: what a process is doing, and for how long."""
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+from maxlite.config.errors import write_line
 
 Report = Callable[[str], object]  # receives a line
 FIRST_SECONDS = 5.0
@@ -12,8 +13,7 @@ FIRST_SECONDS = 5.0
 
 def print_to_stderr(line: str) -> None:
   """Print a line at once."""
-  sys.stderr.write(f"{line}\n")
-  sys.stderr.flush()
+  write_line(line)
 
 
 @contextlib.contextmanager

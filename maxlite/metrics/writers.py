@@ -4,22 +4,27 @@ A row is a flat dict of numbers with a `step`, and with `eval_loss` after an eva
 loads go to a separate file.
 """
 
+import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import write_atomically
-from maxlite.config.json_values import JsonObject
+from maxlite.config.errors import UserError, escape
+from maxlite.config.file_io import named_errors, open_regular, replaced
+from maxlite.config.json_values import Json, JsonObject
+from maxlite.metrics.best_loss import LOSSES
 from maxlite.metrics.step_row import LoggedRow, Row
 
 # Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
@@ -112,22 +117,69 @@ class Writers:
       writer.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+  """What the rows of a file have beside their step.
+
+  Attributes:
+    is_valid: whether the reader of a row finds what it needs.
+    sealed: columns on which decisions depend. A row with one of them has a CRC-32 of them, so that
+      a changed digit does not change a decision.
+  """
+
+  is_valid: Callable[[JsonObject], bool]
+  sealed: tuple[str, ...] = ()
+
+  def crc32(self, row: LoggedRow) -> int | None:
+    """Return the CRC-32 of the step and the sealed columns; None if the row has none of them."""
+    sealed = {name: row[name] for name in self.sealed if name in row}
+    if not sealed:
+      return None
+    text = json.dumps(sealed | {"step": row["step"]}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
+def is_number(value: Json) -> bool:
+  """Return whether a value of JSON is a number that a float64 can hold."""
+  return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _has_metrics(row: JsonObject) -> bool:
+  return all(value is None or is_number(value) for value in row.values())
+
+
+def _has_loads(row: JsonObject) -> bool:
+  loads = row.get("expert_load")
+  if not isinstance(loads, list) or not loads:
+    return False
+  return all(isinstance(load_E, list) and all(map(is_number, load_E)) for load_E in loads)
+
+
+ANY = RowFormat(lambda row: True)
+METRICS = RowFormat(_has_metrics, sealed=LOSSES)
+EXPERT_LOAD = RowFormat(_has_loads)
+_CRC32 = "crc32"
+_MAX_LINE_BYTES = 64 << 20  # the loads of all experts of a large model are 1 MB
+
+
 class JsonlWriter:
   """Appends rows to a file as one strict JSON object per line: `step` first, other keys sorted.
 
   NaN and infinity, which JSON lacks, become null.
   """
 
-  def __init__(self, path: Path, resume_step: int):
+  def __init__(self, path: Path, resume_step: int, row_format: RowFormat = ANY):
     """Open `path` and drop its rows after `resume_step`, and an incomplete last line."""
+    self._format = row_format
+    self._path = path
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-      kept: list[str] = []
-      for line, row in _lines_and_rows(path):
-        if row["step"] <= resume_step:
-          kept.append(line)
-      write_atomically(path, "".join(kept))
-    self._file = path.open("a", encoding="utf-8")
+    if os.path.lexists(path):
+      with replaced(path) as kept:
+        for line, row in _lines_and_rows(path):
+          if row["step"] <= resume_step:
+            kept.write(line.encode())
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    self._file = os.fdopen(descriptor, "a", encoding="utf-8")
 
   def write(self, row: LoggedRow) -> None:
     """Append `row`, whose values are numbers, text or lists of integers."""
@@ -137,50 +189,72 @@ class JsonlWriter:
       if isinstance(value, float) and not math.isfinite(value):
         value = None
       written[name] = value
-    self._file.write(json.dumps(written, allow_nan=False) + "\n")
-    self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash
+    crc32 = self._format.crc32(written)
+    if crc32 is not None:
+      written[_CRC32] = crc32
+    with named_errors(self._path):
+      self._file.write(json.dumps(written, allow_nan=False) + "\n")
+      self._file.flush()  # for readers such as `tail -f`; only flush() below survives a crash
 
   def flush(self) -> None:
-    os.fsync(self._file.fileno())
+    with named_errors(self._path):
+      os.fsync(self._file.fileno())
 
   def close(self) -> None:
     self.flush()
     self._file.close()
 
 
-def read_rows(path: Path) -> list[JsonObject]:
+def read_rows(path: Path, row_format: RowFormat = ANY) -> list[JsonObject]:
   """Read a file of `JsonlWriter` without an incomplete last line; empty if there is no file.
 
   None means not finite.
 
   Raises:
-    UserError: a line before the last is not a row.
+    UserError: a complete line is not a row of this format, or its sealed columns have changed.
   """
-  return [row for _, row in _lines_and_rows(path)]
+  rows = []
+  for _, row in _lines_and_rows(path):
+    crc32 = row.pop(_CRC32, None)
+    problem = ""
+    if not row_format.is_valid(row):
+      problem = "is not a row of metrics"
+    elif row_format.sealed and crc32 not in (None, row_format.crc32(row)):  # None: an older file
+      problem = "has other values than were written (crc32)"
+    if problem:
+      raise _damaged(path, len(rows) + 1, problem)
+    rows.append(row)
+  return rows
+
+
+def _damaged(path: Path, number: int, problem: str) -> UserError:
+  return UserError(f"{path} line {number} {problem}: restore the file, or move it away")
 
 
 def _lines_and_rows(path: Path) -> Iterator[tuple[str, JsonObject]]:
   """Yield the complete lines of a file and their rows."""
-  if not path.exists():
+  if not os.path.lexists(path):
     return
-  lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-  for number, line in enumerate(lines, start=1):
-    row = _parse_row(line)
-    if row is not None:
+  with open(open_regular(path), encoding="utf-8", errors="replace", newline="\n") as file:
+    for number in itertools.count(1):
+      line = file.readline(_MAX_LINE_BYTES)
+      if not line.endswith("\n") and len(line) < _MAX_LINE_BYTES:
+        return  # the end, or a line that was being written
+      row = parse_row(line)
+      if row is None:
+        raise _damaged(path, number, "is not a row of metrics")
       yield line, row
-    elif number < len(lines):
-      raise UserError(f"{path} line {number} is not a row of metrics: fix or move the file")
 
 
-def _parse_row(line: str) -> JsonObject | None:
-  """The row of a line; None if the line is incomplete or is not a row."""
+def parse_row(line: str) -> JsonObject | None:
+  """Return the row of a line; None if it is not an object of JSON with a step."""
   try:
     row = json.loads(line)
-  except json.JSONDecodeError:
+  except (ValueError, RecursionError):
     return None
-  if line.endswith("\n") and isinstance(row, dict) and "step" in row:
-    return row
-  return None
+  if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+    return None
+  return row
 
 
 class TensorBoardWriter:
@@ -278,13 +352,20 @@ class WandbWriter:
     self._run.finish()
 
 
+class SafeConsole(Console):
+  """A console on which text is shown with escapes for what a terminal would obey."""
+
+  def render_str(self, text: str, **options: Any) -> Text:
+    return super().render_str(escape(text), **options)
+
+
 def open_console(*, quiet: bool = False) -> Console:
   """A console on stdout; in a notebook plain text, as in a file, instead of HTML and colors."""
   is_terminal = sys.stdout.isatty()
   width = None
   if not is_terminal:
     width = 120  # wide tables in files
-  return Console(
+  return SafeConsole(
     quiet=quiet,
     highlight=False,
     markup=False,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from maxlite.config.errors import UserError
 from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
@@ -130,8 +131,10 @@ def spans_of_rows(rows: Sequence[dict], names: Sequence[str]) -> list[PhaseSpan]
   for row in rows:
     if "phase" not in row:
       continue
-    name = names[int(row["phase"])]
     step = int(row["step"])
+    if row["phase"] not in range(len(names)):
+      raise UserError(f"the metrics of step {step} are of phase {row['phase']}: move the file away")
+    name = names[int(row["phase"])]
     first = next_first
     if spans and spans[-1][2] == name:  # the span continues
       first, _, _ = spans.pop()

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import cast
 
 import jax
-from rich.console import Console
 
 from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.schema import ModelConfig
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.waits import report_wait
+from maxlite.metrics.writers import SafeConsole
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import Module, parse
@@ -28,7 +28,7 @@ from maxlite.training.trainer import Trainer, build_trainer
 from maxlite.training.transforms.alternating_phases import phase_plan_of
 from maxlite.training.transforms.local_updates import OUTER_SCOPE
 
-_CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)
+_CONSOLE = SafeConsole(highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclasses.dataclass(frozen=True)

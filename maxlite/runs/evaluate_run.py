@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from maxlite.config import Config, exit_on_user_error
+from maxlite.config.errors import write_line
+from maxlite.config.file_io import write_atomically
 from maxlite.data.loader import DataLoader
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
@@ -33,8 +35,8 @@ def run_evaluation(cfg: Config) -> int:
   if jax.process_index() == 0:
     folder = run_folder(cfg)
     for line in describe_data("data", data):
-      sys.stdout.write(f"{line}\n")
-    sys.stdout.write(f"{folder.place} step {step}  {_format(result)}\n")
+      write_line(line, sys.stdout)
+    write_line(f"{folder.place} step {step}  {_format(result)}", sys.stdout)
     if sums_DX is not None:
       with exit_on_user_error("maxlite.evaluate"):
         _write_documents(sums_DX, folder.eval_documents)
@@ -68,9 +70,9 @@ def _write_documents(sums_DX: np.ndarray, file: Path) -> None:
   for index, sums_X in enumerate(sums_DX):
     row = {"document": index} | loss_row(sums_X)
     lines.append(f"{json.dumps(row)}\n")
-  file.write_text("".join(lines), "utf-8")
+  write_atomically(file, "".join(lines))
   total = loss_row(sums_DX.sum(axis=0))
-  sys.stdout.write(f"{file}: {len(sums_DX):,} documents  {_format(total)}\n")
+  write_line(f"{file}: {len(sums_DX):,} documents  {_format(total)}", sys.stdout)
 
 
 def _format(row: Mapping[str, float]) -> str:

@@ -13,6 +13,7 @@ from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, public_values
+from maxlite.config.errors import write_line
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
@@ -31,6 +32,8 @@ from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.best_loss import LOSSES, BestLoss
 from maxlite.metrics.waits import Report, print_to_stderr, report_wait
 from maxlite.metrics.writers import (
+  EXPERT_LOAD,
+  METRICS,
   ConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
@@ -70,7 +73,7 @@ def open_trainer(cfg: Config) -> Trainer:
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process()
   if process:
-    sys.stdout.write(f"{process}\n")
+    write_line(process, sys.stdout)
   trainer = build_trainer(cfg)
   trainer.check_devices()
   return trainer
@@ -218,7 +221,7 @@ def open_best_loss(
     key = "early_stopping_patience" if patience else "keep_best_checkpoint"
     raise UserError(f"{key} needs held-out data: set eval_fraction above 0")
   rows = []
-  for row in read_rows(folder.metrics):
+  for row in read_rows(folder.metrics, METRICS):
     if row["step"] <= done:
       rows.append({name: row[name] for name in ("step", *LOSSES) if name in row})
   best = BestLoss(patience, all_gather_object(rows)[0])  # the same on all processes
@@ -247,12 +250,12 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
     return Writers([])
   objectives = [objective.name for objective in trainer.objectives]
   writers: list[Writer] = [
-    JsonlWriter(folder.metrics, done),
+    JsonlWriter(folder.metrics, done, METRICS),
     ConsoleWriter(cfg.run.steps, done, console, objectives),
   ]
   expert_load = None
   if trainer.is_moe:
-    expert_load = JsonlWriter(folder.expert_load, done)
+    expert_load = JsonlWriter(folder.expert_load, done, EXPERT_LOAD)
   trackers = open_trackers(cfg, folder, done)
   return Writers(writers, expert_load, trackers, upload=folder.upload)
 

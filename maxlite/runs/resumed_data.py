@@ -3,8 +3,10 @@
 import json
 from collections.abc import Iterable
 
+from maxlite.checkpoint.manifest import verify_manifest
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, UserError
+from maxlite.config.file_io import MAX_JSON_BYTES, read_regular
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of, reads_same_documents
@@ -72,8 +74,10 @@ def _saved_state(folder: RunFolder) -> JsonObject:
   if not manifest.is_file():
     return {}
   try:
-    return json.loads(manifest.read_bytes())["body"]["data"] or {}
-  except (OSError, ValueError, KeyError, TypeError):  # `Checkpoints.restore` reports damage
+    written = json.loads(read_regular(manifest, MAX_JSON_BYTES))
+    return verify_manifest(written)["body"]["data"] or {}
+  # `Checkpoints.restore` reports damage.
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
     return {}
 
 

@@ -9,12 +9,13 @@ import jax
 from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config, exit_on_user_error
+from maxlite.config.errors import write_line
 from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
 from maxlite.evaluation.held_out import build_evaluation
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
-from maxlite.metrics.writers import open_console, read_rows
+from maxlite.metrics.writers import METRICS, open_console, read_rows
 from maxlite.runs.open_run import (
   first_state,
   lock_folder,
@@ -45,7 +46,7 @@ def run_training(cfg: Config) -> int:
       _, result = train_model(cfg)
       return result.exit_code
     except CheckpointWriteError as error:
-      sys.stderr.write(f"maxlite.train: {error}; the checkpoints before it are whole\n")
+      write_line(f"maxlite.train: {error}; the checkpoints before it are whole")
       raise SystemExit(1) from error
 
 
@@ -94,7 +95,8 @@ def _run(
     console.print(line)
   save_config(cfg, folder, changes)
   state = first_state(trainer, restored, console)
-  timer.resume(read_rows(folder.metrics), done)  # before the writers drop those after `done`
+  logged = read_rows(folder.metrics, METRICS)  # before the writers drop the rows after `done`
+  timer.resume(logged, done)
   writers = open_writers(trainer, folder, done, console)
   stack.callback(writers.close)
   callbacks = open_callbacks(trainer, callbacks, writers, done + 1)

@@ -22,7 +22,7 @@ from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingC
 from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.waits import print_to_stderr
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import METRICS, read_rows
 from maxlite.optim.labels import Labels, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding.pytree import PyTree
@@ -97,7 +97,7 @@ def checkpoint_step(folder: RunFolder, which: str) -> int | None:
   if which == "latest":
     return None
   if which == "best":
-    step = BestLoss(rows=read_rows(folder.metrics)).step
+    step = BestLoss(rows=read_rows(folder.metrics, METRICS)).step
   else:
     step = int(which)
   if (folder.checkpoints / str(step)).is_dir() and (step or which != "best"):

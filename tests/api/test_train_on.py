@@ -47,13 +47,65 @@ def test_a_batch_of_tokens_predicts_the_next_token_of_each_document():
     (np.zeros(16, np.int32), r"of shape \(16,\): give integers"),
     (np.zeros((2, 16), np.int32), r"a batch has the shape \(2, 16\), but the run trains on"),
     (np.full((16, 16), 264), "ids from 264 to 264, but vocab_size=264"),
-    (np.full((16, 16), -1), "ids from -1 to -1"),
+    (np.full((16, 16), -1), "tokens of a batch are from -1 to -1: give integers from 0"),
+    (np.full((16, 16), 2**32 + 5), "from 4294967301 to 4294967301: give integers from 0"),
+    ([[1, 2], [3]], "rows of different lengths: pad them"),
+    (None, "tokens of a batch are object"),
+    (np.zeros((0, 16), np.int32), r"of shape \(0, 16\): give integers"),
   ],
 )
 def test_a_batch_that_does_not_fit_is_one_line(run, batch, message):
   with pytest.raises(maxlite.UserError, match=message) as caught:
     run.train_on([batch])
   assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("field", "values", "message"),
+  [
+    ("tokens_BT", np.full((16, 16), 2**32 + 5), "tokens of a batch are from 4294967301"),
+    ("tokens_BT", np.full((16, 16), 5.0), "tokens of a batch are float64"),
+    ("targets_BT", np.full((16, 16), 2**33), "targets of a batch are from 8589934592"),
+    ("targets_BT", np.full((16, 16), 264), "targets of a batch have ids from 264"),
+    ("targets_BT", np.full((16, 16), 1.5), "targets of a batch are float64"),
+    ("segment_BT", np.full((16, 16), 2**32), "segments of a batch are from 4294967296"),
+    ("segment_BT", np.tile([1, 2], (16, 8)), "segment 1 of row 0 of a batch has a gap"),
+    ("position_BT", np.full((16, 16), -1), "positions of a batch are from -1 to -1"),
+    ("position_BT", np.full((16, 16), np.nan), "positions of a batch are float64"),
+    ("weight_BT", np.full((16, 16), -1.0), "weights of a batch are from -1.0 to -1.0: give finite"),
+    ("weight_BT", np.full((16, 16), np.nan), "weights of a batch are from nan to nan: give finite"),
+    ("weight_BT", np.full((16, 16), 1e300), "give finite numbers"),
+    ("weight_BT", np.full((16, 16), 0.0), "weights of a batch sum to 0: give 1 to a target"),
+    ("weight_BT", np.full((16, 16), 1e-4), "weights of a batch sum to 0.0256: give 1 to a target"),
+    ("weight_BT", np.full((16, 16), "1"), "weights of a batch are <U1: give numbers"),
+    ("weight_BT", np.ones((16, 15)), r"weights of shape \(16, 15\): give them the same"),
+    ("segment_BT", [[1], [1, 2]], "segments of a batch have rows of different lengths"),
+  ],
+)
+def test_every_field_is_checked_before_it_is_cast(run, field, values, message):
+  batch = maxlite.Batch.of(np.ones((16, 16), np.int64)).replace(**{field: values})
+  with pytest.raises(maxlite.UserError, match=message):
+    run.train_on([batch])
+
+
+def test_fields_of_other_integer_and_float_types_train_the_same(run):
+  batch = maxlite.Batch.of(np.arange(256).reshape(16, 16))
+  wide = jax.tree.map(lambda field: field.astype(np.uint64), batch)
+  wide = wide.replace(weight_BT=batch.weight_BT.astype(np.float64))
+  _, rows = run.train_on([batch])
+  _, same = run.train_on([wide])
+  assert rows == same
+
+
+def test_a_batch_instead_of_a_list_of_batches_is_refused(run):
+  with pytest.raises(maxlite.UserError, match=r"write \[batch\]"):
+    run.train_on(maxlite.Batch.of(np.ones((16, 16), np.int32)))
+
+
+@pytest.mark.parametrize("ids", [[[2**32 + 5]], [[264]], [[-1]], [[1.0]], [[1], [2, 3]]])
+def test_a_loaded_model_refuses_ids_outside_its_vocabulary(run, ids):
+  with pytest.raises(maxlite.UserError, match="tokens of a batch"):
+    run.model.apply(run.params, ids)
 
 
 def test_tokens_and_segments_of_different_shapes_are_refused():

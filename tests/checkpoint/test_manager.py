@@ -1,6 +1,7 @@
 """Checkpoints restore the saved bits, and damaged ones are never restored."""
 
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -273,6 +274,44 @@ def test_a_checkpoint_of_another_run_is_moved_aside(tmp_path):
   checkpoints.run_id = "a"
   assert_restores(checkpoints, 1)
   assert "2 is damaged: it is of another run (run_id b, here a)" in reports[0]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_changed_run_id_is_named_instead_of_damage(tmp_path, restores):
+  """As if a bit of the file run_id had flipped."""
+  folder = tmp_path / "checkpoints"
+  for step in (3, 4):
+    checkpoints = open_checkpoints(folder)
+    checkpoints.run_id = "aaaa"
+    checkpoints.save(step, make_state(step, mesh_of(2, 4)), {"epoch": 0, "row": 10 * step})
+    checkpoints.close()
+  checkpoints = open_checkpoints(folder)
+  checkpoints.run_id = "aaab"
+  state = abstract(make_state(1, mesh_of(2, 4)), mesh_of(2, 4))
+  read = functools.partial(checkpoints.restore, state)
+  if not restores:
+    read = functools.partial(checkpoints.restore_parts, {"params": state.params})
+  with pytest.raises(UserError, match=r"are of the run aaaa, and the file run_id says aaab: if"):
+    read()
+  assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
+
+
+def test_a_run_id_of_a_checkpoint_that_is_no_name_is_refused(tmp_path):
+  """A folder of this name would be removed at the end of the run."""
+  checkpoints = open_checkpoints(tmp_path / "checkpoints")
+  checkpoints.run_id = "../../x"
+  checkpoints.save(1, make_state(1, mesh_of(2, 4)), {"epoch": 0, "row": 10})
+  checkpoints.close()
+  with pytest.raises(UserError, match=r"is of a run with the id '../../x': move it away"):
+    open_checkpoints(tmp_path / "checkpoints").saved_run_id()
+
+
+@pytest.mark.parametrize("name", ["state", "manifest"])
+def test_a_linked_folder_in_a_checkpoint_is_damage(folder, tmp_path, name):
+  (folder / "2" / name).rename(tmp_path / name)
+  (folder / "2" / name).symlink_to(tmp_path / name)
+  assert_restores(open_checkpoints(folder, reports := []), 1)
+  assert f"2 is damaged: {name} is a link to" in reports[0]
 
 
 def test_folders_that_are_not_named_like_a_step_are_ignored(folder):

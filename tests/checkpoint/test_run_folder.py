@@ -13,8 +13,9 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import load_config
 from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, show
-from maxlite.config.saved import read_saved
+from maxlite.config.saved import read_saved, read_values
 from maxlite.config.schema import Config, flatten
+from maxlite.config.yaml_files import read_model_file
 
 
 def start(folder, **changes):
@@ -172,6 +173,12 @@ def test_the_scale_of_adapters_is_part_of_the_function(tmp_path):
     ("metrics.jsonl", lambda path: path.mkdir(), "is a folder"),
     ("metrics.jsonl", lambda path: path.symlink_to(path.name), "is a loop of links"),
     ("metrics.jsonl", os.mkfifo, "is not a file"),
+    ("metrics.jsonl", lambda path: path.symlink_to(__file__), "is a link to .*py"),
+    ("eval_documents.jsonl", lambda path: path.symlink_to(__file__), "is a link to .*py"),
+    ("members.jsonl", os.mkfifo, "is not a file"),
+    ("config.yml", lambda path: path.symlink_to("/dev/zero"), "is a link to /dev/zero"),
+    ("run_id", lambda path: path.mkdir(), "is a folder"),
+    (".lock", lambda path: path.symlink_to("../other"), "is a link to nothing"),
     ("config.yml", lambda path: path.symlink_to("nothing"), "is a link to nothing"),
     (".lock", lambda path: path.mkdir(), "is a folder"),
     ("checkpoints", lambda path: path.symlink_to(path.name), "is a loop of links"),
@@ -192,3 +199,78 @@ def test_a_run_keeps_the_id_of_its_checkpoints(tmp_path):
   assert folder.saved_run_id() == ""
   assert folder.run_id("of its checkpoints") == "of its checkpoints"
   assert folder.run_id() == folder.saved_run_id() == "of its checkpoints"
+
+
+def test_a_lock_is_no_link_to_another_file(folder, tmp_path):
+  """Not even if it becomes one after the check."""
+  folder.directory.mkdir()
+  (tmp_path / "victim").write_text("precious")
+  (folder.directory / ".lock").symlink_to(tmp_path / "victim")
+  folder.require_regular = lambda: None
+  with pytest.raises(UserError, match=r"\.lock is a link to .*victim"):
+    folder.lock()
+  assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_previous_config_is_not_kept_through_a_link(folder, tmp_path):
+  start(folder, steps=7)
+  (folder.directory / "config.1.yml").symlink_to(tmp_path / "victim")
+  start(folder, steps=8)
+  assert not (tmp_path / "victim").exists()
+  assert read_saved(folder.directory / "config.2.yml")["steps"] == 7
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("read", [read_saved, read_values, read_model_file])
+def test_a_config_that_is_no_file_is_refused_at_once(folder, make, read):
+  folder.directory.mkdir()
+  make(folder.config)
+  with pytest.raises(UserError, match=r"config\.yml is (not a file|a link to /dev/zero)"):
+    read(folder.config)
+
+
+def test_a_config_larger_than_any_is_refused(folder):
+  start(folder)
+  os.truncate(folder.config, 1 << 40)
+  with pytest.raises(UserError, match=r"config\.yml has more than 4,194,304 bytes"):
+    read_saved(folder.config)
+
+
+@pytest.mark.parametrize(
+  ("make", "problem"),
+  [
+    (lambda path: path.write_text("../../home"), "the file run_id is damaged: remove it"),
+    (lambda path: path.write_text("/"), "the file run_id is damaged"),
+    (lambda path: path.write_bytes(bytes(range(256))), "the file run_id is damaged"),
+    (lambda path: path.write_text("a" * 65), "the file run_id is damaged"),
+    (lambda path: path.write_text("a" * 5000), "has more than 4,096 bytes"),
+    (lambda path: path.mkdir(), "run_id is a folder"),
+    (lambda path: path.symlink_to("/dev/zero"), "run_id is a link to /dev/zero"),
+    (os.mkfifo, "run_id is not a file"),
+  ],
+)
+def test_a_run_id_is_a_name(folder, make, problem):
+  """Local checkpoints are in a folder of this name, which is removed at the end of a run."""
+  folder.directory.mkdir()
+  make(folder.directory / "run_id")
+  for read in (folder.saved_run_id, folder.run_id):
+    with pytest.raises(UserError, match=problem):
+      read()
+
+
+def test_an_empty_run_id_is_none(folder):
+  folder.directory.mkdir()
+  (folder.directory / "run_id").touch()
+  assert folder.saved_run_id() == ""
+  assert folder.run_id("x") == folder.saved_run_id() == "x"
+
+
+@pytest.mark.parametrize(
+  "line", ["", "nonsense", "[]", "{}", '{"name": "a"}', "[" * 100_000, '{"name": NaN}', "null", "1"]
+)
+def test_damaged_results_of_members_are_one_line(folder, line):
+  (folder.directory / "members" / "a").mkdir(parents=True)
+  (folder.directory / "members" / "a" / "config.yml").touch()
+  (folder.directory / "members.jsonl").write_text(f"{line}\n")
+  with pytest.raises(UserError, match=r"line 1 of members\.jsonl is not a member's result"):
+    folder.member("best")

@@ -2,9 +2,11 @@
 
 import socket
 import sys
+import tempfile
 
 import pytest
 
+from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import load_config, object_store
 from maxlite.config.errors import UserError
 from maxlite.config.object_store import (
@@ -19,6 +21,8 @@ from maxlite.config.object_store import (
 )
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.hf.load_model import open_folder
+
+UP = "../"
 
 
 @pytest.mark.parametrize("look_up", [list_files, list_names])
@@ -138,3 +142,86 @@ def test_a_read_of_a_store_is_repeated(monkeypatch):
   errors += 3 * [OSError(121, "Internal Server Error")]
   with pytest.raises(UserError, match=r"^s3://bucket/x cannot be used \(OSError: .*121"):
     repeated("s3://bucket/x", read)
+
+
+@pytest.fixture
+def put(bucket):
+  """Puts an empty or short object into the bucket, under any key."""
+  client = pytest.importorskip("boto3").client("s3", region_name="us-east-1")
+
+  def put_object(key: str) -> None:
+    body = b"" if key.endswith("/") else b"run_name: x\n"
+    client.put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=body)
+
+  return put_object
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+  """The folder of local copies, in another that shows what is written outside it."""
+  monkeypatch.setattr(object_store, "_CACHE", tmp_path / "deep" / "er" / "cache")
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "deep"))
+  (tmp_path / "deep").mkdir()
+  return tmp_path / "deep" / "er" / "cache"
+
+
+@pytest.mark.parametrize(
+  "key",
+  [
+    f"run/{UP * 3}outside",
+    f"run/x/{UP * 4}outside",
+    "run/..",
+    "run/.",
+    "run/x/./y",
+    "run/x//y",
+    "run//etc/x",
+  ],
+)
+@pytest.mark.parametrize(
+  "read",
+  [
+    local_folder,
+    lambda uri: local_tokenizer(f"{uri}/tokenizer.json"),
+    RunFolder,
+    open_folder,
+    lambda uri: expand_paths([uri], "", "dataset_path"),
+  ],
+)
+def test_an_object_that_is_no_file_of_its_folder_is_refused(bucket, put, cache, key, read):
+  put("run/config.yml")
+  put(key)
+  with pytest.raises(UserError, match="is no path of a file: rename or delete it") as caught:
+    read(f"{bucket}/run")
+  assert "\n" not in str(caught.value)
+  written = {path.name for path in cache.parents[2].rglob("*") if path.is_file()}
+  assert written <= {"config.yml"}
+
+
+def test_members_are_refused_like_other_objects(bucket, put, cache):
+  put("run/config.yml")
+  put("run/members/../../outside/config.yml")
+  with pytest.raises(UserError, match=r"has an object named '\.\.'"):
+    RunFolder(f"{bucket}/run").member_names()
+
+
+def test_empty_objects_that_stand_for_folders_are_left_out(bucket, put, cache):
+  """Consoles of stores create them, as `data/`."""
+  for key in ("run/", "run/config.yml", "run/data/", "run/data/a.txt", "run/members/"):
+    put(key)
+  put("run/members/a/config.yml")
+  uri = f"{bucket}/run"
+  texts = expand_paths([f"{uri}/data"], "", "dataset_path")
+  assert [file.name for file in texts.files] == ["a.txt"]
+  folder = RunFolder(uri)
+  assert folder.config.read_text() == "run_name: x\n"
+  assert folder.member_names() == ["a"]
+  copied = local_folder(uri)
+  names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
+  assert names == {"config.yml", "data/a.txt", "members/a/config.yml"}
+
+
+def test_an_object_within_another_is_one_line(bucket, put, cache):
+  put("run/x")
+  put("run/x/y")
+  with pytest.raises(UserError, match=r"cannot be copied to|cannot be used"):
+    local_folder(f"{bucket}/run")

@@ -120,6 +120,8 @@ MISTAKES = {
   "steps = (\n": "own.py:1: '(' was never closed; correct the Python code",
   "steps = '\0'": "source code string cannot contain null bytes; correct the Python code",
   "def get_config():\n  return {}['a']": "own.py:2: KeyError: 'a'; correct the Python code",
+  "import sys\nsys.exit()": "own.py:2: SystemExit: ; correct the Python code",
+  "def get_config():\n  raise SystemExit('bye')": "own.py:2: SystemExit: bye; correct the Python",
   "import no_such_module": "own.py:1: ModuleNotFoundError: No module named 'no_such_module'",
   "def get_config():\n  a = {}\n  a['steps'] = 1\n  a['steps'] = 0\n  return a": "own.py: steps=0",
   "def get_config(): return {'members': [{'steps': -1}]}": "members[0] (own.py): steps=-1",
@@ -145,6 +147,9 @@ def test_mistakes_in_a_python_file_are_one_line(code, folder):
     (["--config.steps=3.5"], "--config.steps: steps=3.5 is not a whole number"),
     (["--config.steps"], "Missing value for flag --config.steps; write --config.KEY=value"),
     (["--config.scan_layers=maybe"], "--config.scan_layers=maybe: "),
+    (["--noconfig.scan_layers", "--", "--config=c.py"], "write --config.KEY=value before any --"),
+    (["\0.yml"], "is not the name of a file: correct it"),
+    (["\0.py"], "is not the name of a file: correct it"),
     (["--config.sweep.adam_b1=1"], "--config.sweep.adam_b1 is a part of sweep; write --config.sw"),
   ],
 )

@@ -3,12 +3,15 @@
 import concurrent.futures
 import contextlib
 import errno
+import re
 import socket
+import threading
 import time
 
 import pytest
 
 from maxlite.config import load_config
+from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS
 from maxlite.distributed import visitors
 from maxlite.distributed.agreement import common_facts, describe_difference, digest, parse_facts
@@ -150,3 +153,57 @@ def test_process_0_does_not_spin_if_it_may_open_no_more_files():
     began = time.thread_time()
     assert unproven.next_hello(time.monotonic() + 0.5) is None
     assert time.thread_time() - began < 0.1
+
+
+class Impostor:
+  """A program at the address of process 0, which speaks its protocol without the run's token."""
+
+  def __init__(self, stack, proof):
+    self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+    self.received = b""
+    self.proof = proof
+    threading.Thread(target=self.serve, daemon=True).start()
+
+  def serve(self):
+    with contextlib.suppress(OSError):
+      while True:
+        connection, _ = self.listener.accept()
+        with connection, contextlib.suppress(OSError):
+          connection.settimeout(1)
+          connection.sendall(f"{visitors.new_challenge()}\n".encode())
+          challenge = connection.recv(4096)
+          self.received += challenge
+          connection.sendall(self.proof(challenge))
+          for answer in (b"", b"describe\n", b"joined\n", b"\n"):
+            connection.sendall(answer)
+            self.received += connection.recv(1 << 20)
+
+
+@pytest.mark.parametrize(
+  "proof",
+  [
+    lambda challenge: b"describe\n",
+    lambda challenge: challenge,
+    lambda challenge: b"0" * 64 + b"\n",
+    lambda challenge: visitors.proof_of_process_0("0" * 32, challenge.decode().strip(), "wrong"),
+  ],
+)
+def test_a_process_tells_nothing_to_whoever_listens_at_the_address(proof):
+  facts = {"run_name": "confidential"}
+  with contextlib.ExitStack() as stack:
+    impostor = Impostor(stack, proof)
+    with pytest.raises(UserError, match="give all processes the same MAXLITE_COORDINATOR_TOKEN"):
+      rendezvous(ProcessSpec(impostor.address, 2, 1), 0.5, "secret", facts)
+  assert re.fullmatch(rb"([0-9a-f]{32}\n)+", impostor.received)  # challenges, which are random
+
+
+def test_an_answer_of_process_0_cannot_be_used_again():
+  """Its proof depends on the challenges of both sides."""
+  proofs = {
+    visitors.proof_of_process_0(one, other, token)
+    for one in ("1" * 32, "2" * 32)
+    for other in ("1" * 32, "2" * 32)
+    for token in ("", "secret")
+  }
+  assert len(proofs) == 8

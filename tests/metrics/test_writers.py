@@ -2,13 +2,16 @@
 
 import io
 import json
+import os
 
 import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from maxlite.config.errors import UserError
 from maxlite.metrics.writers import (
+  METRICS,
   ConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
@@ -66,6 +69,80 @@ def test_an_invalid_line_is_an_error_and_the_file_is_kept(tmp_path):
   with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a row of metrics"):
     JsonlWriter(path, 1)
   assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "",
+    "[]",
+    "null",
+    "{}",
+    '{"step": 1.5}',
+    '{"step": true}',
+    '{"step": -1}',
+    '{"step": "1"}',
+    '{"step": 1, "loss": "2"}',
+    '{"step": 1, "loss": [2]}',
+    '{"step": 1, "loss": NaN}',
+    '{"step": 1, "loss": 1e999}',
+    f'{{"step": 1, "loss": {"9" * 400}}}',
+    f'{{"step": 1, "loss": {"9" * 5000}}}',
+    "[" * 100_000,
+    '{"step": 1, "loss": ' + "[" * 100_000,
+    "\x00" * 100,
+  ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_complete_line_is_a_row_of_numbers_or_an_error(tmp_path, line, is_last):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(f'{{"step": 0}}\n{line}\n' + '{"step": 2}\n' * (not is_last))
+  with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a row of metrics"):
+    read_rows(path, METRICS)
+
+
+def test_a_line_without_end_is_an_error(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 0}\n')
+  os.truncate(path, 1 << 40)  # sparse: zeros
+  with pytest.raises(UserError, match=r"line 2 is not a row of metrics"):
+    read_rows(path)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "eval_ema_loss", "step"])
+def test_no_changed_digit_of_a_held_out_loss_is_read(tmp_path, name):
+  path = tmp_path / "metrics.jsonl"
+  writer = JsonlWriter(path, -1, METRICS)
+  row = {"step": 12, "loss": 2.5, "eval_loss": 1.25, "eval_ema_loss": 1.75}
+  writer.write(row)
+  writer.close()
+  assert read_rows(path, METRICS) == [row]
+  whole = path.read_text()
+  first = whole.index(f'"{name}": ') + len(name) + 4
+  digits = [n for n in range(first, first + len(str(row[name]))) if whole[n].isdigit()]
+  assert digits
+  for n in digits:
+    path.write_text(whole[:n] + str((int(whole[n]) + 1) % 10) + whole[n + 1 :])
+    with pytest.raises(UserError, match=r"line 1 has other values than were written \(crc32\)"):
+      read_rows(path, METRICS)
+
+
+def test_rows_of_an_earlier_version_are_read(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 1, "eval_loss": 1.5}\n')
+  write = JsonlWriter(path, 1, METRICS)
+  write.close()
+  assert read_rows(path, METRICS) == [{"step": 1, "eval_loss": 1.5}]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "victim")])
+def test_rows_are_not_written_through_links_and_pipes(tmp_path, make):
+  (tmp_path / "victim").write_text("precious")
+  make(tmp_path / "metrics.jsonl")
+  for use in (read_rows, lambda path: JsonlWriter(path, 0)):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is (not a file|a link to .*victim)"):
+      use(tmp_path / "metrics.jsonl")
+  assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_json_is_strict_and_keys_are_sorted(tmp_path):

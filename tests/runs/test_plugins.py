@@ -93,6 +93,7 @@ def test_without_the_plugin_its_names_are_not_choices():
     ("no_module", "cannot be imported: ModuleNotFoundError: No module named 'no_module'; write"),
     ("broken.py", r"cannot be imported: SyntaxError: .*broken.py, line 1"),
     ("needs.py", "cannot be imported: ModuleNotFoundError: No module named 'not_installed'"),
+    ("exits.py", r"plugins=exits.py ends the program \(sys.exit\(3\)\); remove that call"),
     ("json.py", "has the name of another module, .*json/__init__.py; rename the file"),
     ("a-b.py", "a-b.py is not the name of a module; rename it"),
   ],
@@ -101,6 +102,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, plu
   monkeypatch.chdir(tmp_path)
   (tmp_path / "broken.py").write_text("def f(:\n")
   (tmp_path / "needs.py").write_text("import not_installed\n")
+  (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
   for name in ("json.py", "a-b.py"):
     (tmp_path / name).touch()
   with pytest.raises(maxlite.UserError, match=message):

@@ -1,12 +1,11 @@
 """Rows that cannot be read: an error, or counted and left out (`on_bad_row`)."""
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, get_logger
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -15,7 +14,7 @@ Reject = Callable[[UserError], None]
 _SKIPPED = "bad rows skipped"
 REPORT_SECONDS = 10.0
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def raise_error(error: UserError) -> NoReturn:

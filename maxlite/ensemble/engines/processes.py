@@ -7,7 +7,6 @@ worker that dies is restarted and gets them again, so the results do not change.
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import shutil
 import socket
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, get_logger
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -282,7 +281,7 @@ class _WorkerConnection:
     if self._num_restarts == MAX_RESTARTS:
       raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
-    logging.getLogger(__name__).warning(
+    get_logger(__name__).warning(
       "%s; restarting it (%d of %d)",
       exit_line,
       self._num_restarts,

@@ -17,6 +17,7 @@ from rich.console import Console
 from maxlite import __version__
 from maxlite.checkpoint.run_folder import Changes
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.errors import write_line
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
@@ -87,7 +88,7 @@ def train_ensemble(
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process(peers)
   if process:
-    sys.stdout.write(f"{process}\n")
+    write_line(process, sys.stdout)
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   num_devices = sum(_gather(jax.device_count(), peers))

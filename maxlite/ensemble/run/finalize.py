@@ -20,7 +20,7 @@ from maxlite.ensemble.report.leaderboard import (
   write_members,
 )
 from maxlite.ensemble.run.member_run import MemberRun
-from maxlite.ensemble.selection.population import LINEAGE, ancestors
+from maxlite.ensemble.selection.population import LINEAGE, LINEAGE_ROWS, ancestors
 from maxlite.metrics.plots.calibration import Calibration, draw_calibration
 from maxlite.metrics.plots.ensemble_curves import draw_learning_curves
 from maxlite.metrics.plots.lineage import draw_lineage
@@ -44,7 +44,7 @@ def finalize(
     console: prints the leaderboard and the scores.
   """
   directory = folder.directory
-  lineage = read_rows(directory / LINEAGE)
+  lineage = read_rows(directory / LINEAGE, LINEAGE_ROWS)
   ancestor_of = ancestors([member.name for member in members], lineage)
   entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")

@@ -9,7 +9,7 @@ from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
-from maxlite.metrics.writers import JsonlWriter, Writers, read_rows
+from maxlite.metrics.writers import EXPERT_LOAD, METRICS, JsonlWriter, Writers, read_rows
 from maxlite.runs.open_run import identify_run, lock_folder, open_trackers
 from maxlite.runs.saved_run import run_folder
 from maxlite.sharding.pytree import PyTree
@@ -58,7 +58,7 @@ class MemberRun:
   @property
   def rows(self) -> list[dict]:
     """The logged metrics, oldest first."""
-    return read_rows(self.folder.metrics)
+    return read_rows(self.folder.metrics, METRICS)
 
   @property
   def eval_losses(self) -> dict[int, float]:
@@ -123,10 +123,10 @@ class MemberRun:
     """Open the writers of process 0, which keep the rows up to the current step."""
     if jax.process_index() > 0:
       return Writers([])
-    metrics = JsonlWriter(self.folder.metrics, self.step)
+    metrics = JsonlWriter(self.folder.metrics, self.step, METRICS)
     expert_load = None
     if self.config.model.family.is_moe:
-      expert_load = JsonlWriter(self.folder.expert_load, self.step)
+      expert_load = JsonlWriter(self.folder.expert_load, self.step, EXPERT_LOAD)
     return Writers(
       [metrics],
       expert_load,

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.member_run import MemberRun
-from maxlite.metrics.writers import JsonlWriter, read_rows
+from maxlite.metrics.writers import JsonlWriter, RowFormat, is_number, read_rows
 
 JOURNAL = "asha.jsonl"  # in the folder of the ensemble: a row per decision and per result
+_STARTS = ("start", "promote")
 _RESULTS = ("pause", "finish", "diverge")  # the decisions that end a job
+_COLUMNS = ("member", "rung", "decision", "result", "time")
 
 
 # By member, its loss at a rung: None while it trains, and infinity if it diverged on the way.
@@ -146,6 +149,22 @@ def _first_to_promote(
   return None
 
 
+def _is_decision(row: JsonObject) -> bool:
+  """Whether a row of the journal has what `_log` writes."""
+  if row.keys() != {"step", *_COLUMNS} or row["decision"] not in (*_STARTS, *_RESULTS):
+    return False
+  if not isinstance(row["member"], str) or not is_number(row["time"]):
+    return False
+  if type(row["rung"]) is not int or row["rung"] < 0:
+    return False
+  if row["decision"] in ("start", "diverge"):
+    return row["result"] is None
+  return is_number(row["result"])
+
+
+JOURNAL_ROWS = RowFormat(_is_decision, sealed=_COLUMNS)
+
+
 class AsynchronousHalving:
   """Schedule of jobs, each of which trains a member from its checkpoint to a rung; thread-safe.
 
@@ -171,7 +190,7 @@ class AsynchronousHalving:
       report: called with a line for every decision and result.
 
     Raises:
-      UserError: the journal has other rungs.
+      UserError: the journal has other rungs, or is damaged.
     """
     self._members = {member.name: member for member in members}
     self._steps = steps
@@ -192,7 +211,7 @@ class AsynchronousHalving:
 
   def _read_journal(self) -> None:
     """Set the losses from the rows of the journal."""
-    for row in read_rows(self._path):
+    for row in read_rows(self._path, JOURNAL_ROWS):
       name = row["member"]
       rung = row["rung"]
       step = row["step"]
@@ -312,6 +331,6 @@ class AsynchronousHalving:
       "result": result,
       "time": time.time(),
     }
-    writer = JsonlWriter(self._path, self._steps[-1])
+    writer = JsonlWriter(self._path, self._steps[-1], JOURNAL_ROWS)
     writer.write(row)
     writer.close()

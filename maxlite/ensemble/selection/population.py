@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
-from maxlite.config import Config
+from maxlite.config import Config, UserError
 from maxlite.config.json_values import JsonObject
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
@@ -24,10 +24,28 @@ from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.step_row import LoggedRow
-from maxlite.metrics.writers import JsonlWriter, Writers
+from maxlite.metrics.writers import JsonlWriter, RowFormat, Writers, is_number
 from maxlite.optim.build import hyperparameters, with_hyperparameters
 
 LINEAGE = "lineage.jsonl"  # in the folder of the ensemble: a row per copy
+_COLUMNS = ("member", "from", "loss", "from_loss", "before", "after")
+
+
+def _is_copy(row: JsonObject) -> bool:
+  """Whether a row has what `_Copy.row` returns."""
+  if row.keys() != {"step", *_COLUMNS}:
+    return False
+  names = (row["member"], row["from"])
+  losses = (row["loss"], row["from_loss"])
+  values = (row["before"], row["after"])
+  return (
+    all(isinstance(name, str) for name in names)
+    and all(loss is None or is_number(loss) for loss in losses)
+    and all(isinstance(each, dict) and all(map(is_number, each.values())) for each in values)
+  )
+
+
+LINEAGE_ROWS = RowFormat(_is_copy, sealed=_COLUMNS)
 
 
 class Population:
@@ -63,7 +81,7 @@ class Population:
     self._console = console
     writers = []
     if jax.process_index() == 0:
-      writers.append(JsonlWriter(directory / LINEAGE, runs[0].step - 1))
+      writers.append(JsonlWriter(directory / LINEAGE, runs[0].step - 1, LINEAGE_ROWS))
     self._lineage = Writers(writers)
     self._copy = jax.jit(copy_members, out_shardings=engine.shardings, donate_argnums=0)
 
@@ -201,9 +219,15 @@ def ancestors(names: Iterable[str], rows: Sequence[LoggedRow]) -> dict[str, str]
   Args:
     names: the members.
     rows: the rows of `LINEAGE`.
+
+  Raises:
+    UserError: a row names another member.
   """
   ancestor_of = {name: name for name in names}
   for row in rows:  # no donor is replaced at the same step
+    for name in (row["member"], row["from"]):
+      if name not in ancestor_of:
+        raise UserError(f"{LINEAGE}: {name} of step {row['step']} is no member: move the file away")
     ancestor_of[row["member"]] = ancestor_of[row["from"]]
   return ancestor_of
 

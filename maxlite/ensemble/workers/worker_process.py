@@ -92,7 +92,9 @@ def start(
   cores = ",".join(str(core) for core in worker.cores)
   launcher = [sys.executable, "-I", "-S", __file__, str(parent), cores]
   worker.log.parent.mkdir(parents=True, exist_ok=True)
-  with worker.log.open("ab") as log:
+  # No link, and no pipe, which would never open; no module of the package, see above.
+  flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+  with os.fdopen(os.open(worker.log, flags, 0o666), "ab") as log:
     return subprocess.Popen(
       [*launcher, *worker.argv],
       stdin=subprocess.DEVNULL,

@@ -1,7 +1,6 @@
 """The steps of members that train in worker processes, read from their metrics and logs."""
 
 import contextlib
-import json
 import math
 import re
 import threading
@@ -15,6 +14,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
+from maxlite.metrics.writers import parse_row
 
 _POLL_SECONDS = 0.5
 _DIVERGED = re.compile(r"(\S+) diverged by step ")  # from `EnsembleLog`
@@ -91,7 +91,7 @@ class WorkerProgress:
     """Read the members' new rows."""
     for name, file in self._metrics.items():
       for line in file.read():
-        row = json.loads(line)
+        row = parse_row(line) or {"step": 0}  # the reader of the file reports damage
         step = row["step"]
         if step > self._reached[name]:  # a restarted worker writes earlier rows again
           self._reached[name] = step

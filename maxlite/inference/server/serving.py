@@ -3,9 +3,9 @@
 import contextlib
 import datetime
 import socket
-import sys
 
 from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config.errors import write_line
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine, open_text_tokenizer
@@ -50,13 +50,13 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       prompt_growth=_PROMPT_GROWTH,
     )
   engine.compile_ahead()  # not while the first client waits
-  sys.stderr.write(f"compiled in {engine.compile_seconds:.1f} s\n")
+  write_line(f"compiled in {engine.compile_seconds:.1f} s")
   host = cfg.serve.serve_host
   api_key = read_api_key(cfg.serve)
   if not api_key and not is_loopback(host):
-    sys.stderr.write(
+    write_line(
       f"warning: serve_host={host} lets other machines use this server without a key: set "
-      f"serve_api_key or {API_KEY_VARIABLE}\n"
+      f"serve_api_key or {API_KEY_VARIABLE}"
     )
   with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
     api = Api(
@@ -73,7 +73,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       max_per_address=cfg.serve.serve_connections_per_address,
     )
     address = f"{url_host(host)}:{listening.getsockname()[1]}"
-    sys.stderr.write(f"serving {cfg.run.run_name} on http://{address}/\n")
+    write_line(f"serving {cfg.run.run_name} on http://{address}/")
     with contextlib.suppress(KeyboardInterrupt):
       server.run([listening])
   return 0

@@ -12,6 +12,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from maxlite.config.errors import UserError
 from maxlite.metrics.plots.figure import (
   BLUE,
   GRAY,
@@ -23,7 +24,7 @@ from maxlite.metrics.plots.figure import (
   style_steps,
 )
 from maxlite.metrics.step_row import LoggedRow
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import EXPERT_LOAD, METRICS, read_rows
 
 # Limits of the plot of expert loads; more would not be visible.
 MAX_LAYERS = 16
@@ -54,7 +55,7 @@ PANELS = (
 
 def draw_curves(metrics_path: Path, png_path: Path) -> None:
   """Draw training and held-out loss, and below them a panel per metric that the run has."""
-  rows = read_rows(metrics_path)
+  rows = read_rows(metrics_path, METRICS)
   panels = [panel for panel in PANELS if curve_of(rows, panel.metric).size]
   num_columns = max(len(panels), 1)
   if panels:
@@ -74,12 +75,17 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
 
   Draws at most MAX_LAYERS evenly spaced layers and MAX_STEPS evenly spaced steps.
   """
-  rows = read_rows(load_path)
+  rows = read_rows(load_path, EXPERT_LOAD)
   if not rows:
     return
   rows = [rows[i] for i in _evenly_spaced(len(rows), MAX_STEPS)]
   steps = np.asarray([row["step"] for row in rows])
-  num_layers = len(rows[0]["expert_load"])
+  loads = [row["expert_load"] for row in rows]
+  try:
+    load_SNE = np.asarray(loads, np.float64)
+  except ValueError:
+    raise UserError(f"{load_path} has rows of different models: move it away") from None
+  num_layers = load_SNE.shape[1]
   layers = _evenly_spaced(num_layers, MAX_LAYERS)
   side_of_square = math.ceil(math.sqrt(len(layers)))
   columns = min(side_of_square, 4)
@@ -89,8 +95,7 @@ def draw_expert_load(load_path: Path, png_path: Path) -> None:
   for axes in panels.flat[len(layers) :]:
     axes.set_visible(False)
   for axes, layer in zip(panels.flat, layers, strict=False):
-    load_SE = np.asarray([row["expert_load"][layer] for row in rows], np.float64)
-    mesh = _draw_load(axes, steps, load_SE)
+    mesh = _draw_load(axes, steps, load_SNE[:, layer])
     axes.set_title(f"MoE layer {layer + 1} of {num_layers}", fontsize=9, color=GRAY)
   figure.supxlabel("step", fontsize=10)
   figure.supylabel("expert", fontsize=10)
@@ -221,7 +226,7 @@ def draw_timeline(
   for index, phase in enumerate(groups):
     colors[phase] = palette(index % palette.N)
   _draw_groups(top, regexes, groups, spans, colors)
-  _draw_phase_losses(bottom, read_rows(metrics_path), spans, colors)
+  _draw_phase_losses(bottom, read_rows(metrics_path, METRICS), spans, colors)
   save_figure(figure, png_path)
 
 

@@ -1,5 +1,6 @@
 """Creation, style and saving of figures, their colours, and the data of one curve."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from maxlite.config.file_io import write_atomically
 from maxlite.metrics.step_row import LoggedRow
 
 BLUE = "#2a6fbb"
@@ -31,9 +33,9 @@ def new_figure(width: float, height: float, *, w_pad: float, h_pad: float | None
 
 def save_figure(figure: Figure, png_path: Path) -> None:
   """Save atomically."""
-  partial = png_path.with_name(f".{png_path.name}")
-  figure.savefig(partial, format="png")
-  partial.replace(png_path)
+  content = io.BytesIO()
+  figure.savefig(content, format="png")
+  write_atomically(png_path, content.getvalue())
 
 
 def style_axes(axes: Axes) -> None:

@@ -12,7 +12,7 @@ from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.schema import Config
 from maxlite.metrics.step_row import Row
-from maxlite.metrics.writers import read_rows
+from maxlite.metrics.writers import METRICS, read_rows
 from maxlite.optim.labels import Labels, paths_in, state_names, trained_paths
 from maxlite.phases.phase_opt_states import init_opt_states
 from maxlite.phases.phase_plan import PhasePlan, losses_by_phase
@@ -67,7 +67,7 @@ class AlternatingPhases(StepTransform):
   def draw(self, folder: RunFolder, step: int) -> list[Path]:
     from maxlite.metrics.plots import curves  # slow to import
 
-    spans = self.plan.spans(step, read_rows(folder.metrics))
+    spans = self.plan.spans(step, read_rows(folder.metrics, METRICS))
     groups = {phase.name: phase.train for phase in self.plan.phases}
     curves.draw_timeline(folder.metrics, folder.timeline, groups, spans)
     return [folder.timeline]

@@ -1,6 +1,7 @@
 """Asynchronous successive halving: decisions, journal, and members that pause at rungs."""
 
 import contextlib
+import json
 import math
 import os
 import random
@@ -23,7 +24,7 @@ from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.ensemble.run.ensemble_run import run_ensemble
 from maxlite.ensemble.run.member_run import MemberRun
-from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, next_job
+from maxlite.ensemble.selection.asha import JOURNAL, JOURNAL_ROWS, AsynchronousHalving, next_job
 from maxlite.metrics.writers import JsonlWriter, read_rows
 from maxlite.runs.run import run_training
 
@@ -182,6 +183,60 @@ def test_a_schedule_interrupted_at_any_job_repeats_no_decision_and_no_result(tmp
     assert not again.halving.is_done
     assert before[:-1] + again.run() == jobs
     assert again.decisions() == whole.decisions()
+
+
+def journal_rows(schedule):
+  return [json.loads(line) for line in schedule.journal.read_text().splitlines()]
+
+
+def test_no_changed_bit_of_the_journal_changes_a_decision(tmp_path):
+  """It is an error, or, if it ended the last line, the row was not written."""
+  schedule = Schedule(tmp_path, [2, 4, 8])
+  schedule.run(5)
+  whole = schedule.journal.read_bytes()
+  rows = read_rows(schedule.journal, JOURNAL_ROWS)
+  draw = random.Random(0)
+  num_refused = 0
+  for n in [*draw.sample(range(len(whole)), 300), len(whole) - 1]:
+    changed = bytearray(whole)
+    changed[n] ^= 1 << draw.randrange(8)
+    schedule.journal.write_bytes(changed)
+    try:
+      AsynchronousHalving(schedule.members, [2, 4, 8], 2, schedule.journal, print)
+    except UserError:
+      num_refused += 1
+    else:
+      kept = rows[:-1] if n == len(whole) - 1 else rows
+      assert read_rows(schedule.journal, JOURNAL_ROWS) == kept
+  assert num_refused > 290
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"decision": "promot"},
+    {"decision": None},
+    {"result": "1"},
+    {"result": None},
+    {"member": 1},
+    {"rung": 1.0},
+    {"rung": -1},
+    {"rung": True},
+    {"time": None},
+    {"more": 1},
+  ],
+)
+def test_rows_of_an_earlier_version_are_checked_by_type(tmp_path, changes):
+  schedule = Schedule(tmp_path)
+  schedule.run()
+  rows = journal_rows(schedule)
+  for row in rows:
+    del row["crc32"]
+  (number,) = [n for n, row in enumerate(rows) if row["decision"] == "promote"][:1]
+  rows[number] |= changes
+  schedule.journal.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  with pytest.raises(UserError, match=rf"asha\.jsonl line {number + 1} is not a row"):
+    Schedule(tmp_path)
 
 
 def test_idle_workers_wait_for_results_and_end_with_the_last(tmp_path):
