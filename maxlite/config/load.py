@@ -12,6 +12,7 @@ from maxlite.config.errors import UserError, exit_on_user_error, prepare_process
 from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
+from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
@@ -164,10 +165,11 @@ def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
 def _check_settings(settings: Sequence[Setting]) -> None:
   """Raise the mistakes in all settings at once, except choices that plug-ins may add."""
   has_plugins = any(setting.name == "plugins" and setting.raw for setting in settings)
+  beside = {setting.name: show(setting.raw) for setting in settings}
   errors: list[UserError] = []
   for setting in settings:
     try:
-      parse(setting, any_choice=has_plugins)
+      parse(setting, any_choice=has_plugins, beside=beside)
       if setting.name == "model_name" and setting.raw:
         find_preset(setting)
     except UserError as error:
