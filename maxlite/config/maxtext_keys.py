@@ -40,6 +40,8 @@ OTHER_NAME: dict[str, str] = {
   "lora_restore_path": _ADAPTERS,
   "lora_module_path": "phases=[{name: lora, train: ['.*attention/.*lora_.*'], steps: 100}]",
   "metrics_file": "base_output_directory=FOLDER; its runs have metrics.jsonl",
+  "multi_tier_checkpointing_backup_interval_minutes": "checkpoint_period_minutes={value}",
+  "replicator_backup_interval_minutes": "checkpoint_period_minutes={value}",
   "multi_tier_checkpointing_backup_interval_steps": "checkpoint_period={value}",
   "num_epoch": _EPOCHS,
   "reuse_example_batch": "dataset_type=synthetic",
@@ -419,8 +421,7 @@ NOT_SUPPORTED: dict[str, str] = {
     save_checkpoint_on_start
   """,
   "a checkpoint is saved every checkpoint_period steps": """
-    enable_continuous_checkpointing multi_tier_checkpointing_backup_interval_minutes
-    replicator_backup_interval_minutes use_replicator_service
+    enable_continuous_checkpointing use_replicator_service
   """,
   "old checkpoints are removed at once; checkpoint_keep_period keeps some": """
     checkpoint_todelete_full_path checkpoint_todelete_subdir

@@ -35,6 +35,7 @@ class Stopwatch:
     """Start with the activity `kind`; `clock` returns seconds."""
     self._seconds = dict.fromkeys(KINDS, 0.0)
     self._kind = kind
+    self.task = ""  # what the process is starting with, for `report_waits`
     self._clock = clock
     self._since = clock()
 
@@ -77,7 +78,10 @@ class Stopwatch:
     """While open, report what takes more than 5 s, by the texts in `activities`."""
 
     def current() -> tuple[str, float]:
-      return activities[self._kind], self._clock() - self._since
+      activity = activities[self._kind]
+      if self._kind in ("startup", "restart") and self.task:
+        activity = self.task
+      return activity, self._clock() - self._since
 
     return report_activities(current, report)
 

@@ -1,6 +1,7 @@
 """What a run prints at its start and at its end, and its plots."""
 
 import importlib
+import threading
 from pathlib import Path
 
 import jax
@@ -19,8 +20,10 @@ from maxlite.layers.sharded_attention import attention_backend
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
+from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
 from maxlite.sharding.compiler_options import describe_options
+from maxlite.training.callbacks import Callback
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
 
@@ -141,10 +144,18 @@ def _describe_stop(cfg: Config, result: TrainResult) -> str:
   return line
 
 
-def import_plots() -> None:
-  """Import what draws the plots, which is slow, in the process that draws them."""
-  if jax.process_index() == 0:
-    importlib.import_module("maxlite.metrics.plots.curves")
+class PlotImport(Callback):
+  """Imports what draws the plots, which is slow, in a thread of process 0 after the first row."""
+
+  def __init__(self) -> None:
+    self._is_started = False
+
+  def on_row(self, row: Row) -> None:
+    if self._is_started or jax.process_index() > 0:
+      return
+    self._is_started = True
+    plots = "maxlite.metrics.plots.curves"
+    threading.Thread(target=importlib.import_module, args=(plots,), daemon=True).start()
 
 
 def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:

@@ -12,7 +12,7 @@ from maxlite.config.schema import KEYS
 
 # All keys of MaxText's src/maxtext/configs/base.yml.
 MAXTEXT_KEYS = Path(__file__).with_name("maxtext_keys.txt").read_text("utf-8").split()
-# Keys in sections, or not in base.yml, of src/maxtext/configs/post_train/{sft,dpo,rl,distillation}.yml
+# Keys in sections, or not in base.yml, of src/maxtext/configs/post_train/.
 _POST_TRAINING_FILE = Path(__file__).with_name("maxtext_post_training_keys.txt")
 POST_TRAINING = _POST_TRAINING_FILE.read_text("utf-8").split()
 # Keys of MaxText's token files of Megatron.

@@ -6,7 +6,6 @@ is behind (it is new, or its last checkpoint was lost) trains first, on the batc
 """
 
 import itertools
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -82,11 +81,13 @@ def train_ensemble(
   """
   if cfg.ensemble.ensemble_strategy != "submesh":  # which shards no member
     add_threads_for_collectives()
-  console = open_console(quiet=not _is_first_process(peers))
+  # The parent of a worker reads its lines.
+  log_format = "text" if names else cfg.observe.log_format
+  console = open_console(quiet=not _is_first_process(peers), log_format=log_format)
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process(peers)
   if process:
-    sys.stdout.write(f"{process}\n")
+    open_console(log_format=log_format).print(process)
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   num_devices = sum(_gather(jax.device_count(), peers))
