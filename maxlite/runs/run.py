@@ -67,10 +67,10 @@ def _run(
   console = open_console(quiet=jax.process_index() > 0, log_format=cfg.observe.log_format)
   timer = Stopwatch()
   stack.enter_context(timer.report_waits(console.print))
-  timer.task = "starting: reading devices, and shapes of the model"
+  timer.start("reading devices, and shapes of the model")
   trainer = open_trainer(cfg)
   folder = run_folder(cfg)
-  timer.task = "starting: opening the data"
+  timer.start("opening the data")
   changes = folder.config_changes(flatten(cfg))
   data = open_trainer_data(trainer)
   data_by_objective = open_objective_data(trainer, data)
@@ -78,9 +78,9 @@ def _run(
   lock_folder(folder)
   stack.callback(folder.unlock)
   local_checkpoints = open_local_checkpoints(trainer, folder, checkpoints, console.print)
-  timer.task = "starting: looking for a checkpoint, and reading it"
+  timer.start("looking for a checkpoint, and reading it")
   restored = restore(trainer, checkpoints, local_checkpoints)
-  timer.task = "starting: opening the batches"
+  timer.start("opening the batches")
   streams = TrainStreams(data_by_objective, trainer.inputs_hash)
   stack.callback(streams.close)
   done = 0
@@ -98,9 +98,9 @@ def _run(
   for line in trainer.step_programs.describe():
     console.print(line)
   save_config(cfg, folder, changes)
-  timer.task = "starting: initializing the weights, while a thread compiles the step"
+  timer.start("initializing the weights, while a thread compiles the step")
   state = first_state(trainer, restored, console)
-  timer.task = "starting: opening metrics and callbacks"
+  timer.start("opening metrics and callbacks")
   timer.resume(read_rows(folder.metrics), done)  # before the writers drop those after `done`
   writers = open_writers(trainer, folder, done, console)
   stack.callback(writers.close)
