@@ -28,6 +28,7 @@ from maxlite.config.raw_values import (
 )
 from maxlite.config.schema import KEYS, AxisRules, SchemaKey
 
+EPOCH_KEYS = ("epoch", "epochs", "num_epoch", "num_epochs", "num_train_epochs")
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
@@ -145,7 +146,7 @@ def find_key(setting: Setting, beside: Mapping[str, str] = NO_KEYS) -> SchemaKey
     )
   if name not in KEYS:
     otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
-    if name in ("epoch", "epochs", "num_epochs", "num_train_epochs"):
+    if name in EPOCH_KEYS:
       otherwise = f"is not a key; write {OTHER_NAME['num_epoch']}"
     raise setting.error(answer_key(name, show(setting.raw), beside) or otherwise)
   return KEYS[name]

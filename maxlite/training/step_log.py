@@ -4,7 +4,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 import jax
 import numpy as np
@@ -94,7 +94,7 @@ class Log(abc.ABC):
       return None
     return (now - self._since) / self._steps_since
 
-  def _count_tokens(self, index: int, num_tokens: np.ndarray) -> None:
+  def _count_tokens(self, index: int, num_tokens: SupportsFloat) -> None:
     """Add the tokens of a finished step of the model of the writers `index`."""
     before = self._total_tokens[index]
     if before is not None:
