@@ -61,6 +61,7 @@ setup(
     "rich>=14",
     "matplotlib>=3.10",
     "ml-collections>=1.1",
+    "prometheus_client>=0.22",
   ],
   extras_require={
     "sentencepiece": ["sentencepiece>=0.2.1"],

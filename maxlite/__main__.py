@@ -8,6 +8,7 @@ COMMANDS = {
   "maxlite.evaluate": "print the held-out loss of a run",
   "maxlite.generate": "complete prompts",
   "maxlite.serve": "serve a run over HTTP, with OpenAI's API and a web page",
+  "maxlite.tokenizer": "train a tokenizer on the data of a run",
   "maxlite.plan": "print memory, FLOPs and communication of a training step, without the hardware",
   "maxlite.convert": "import and export Hugging Face folders and adapters; dense to experts",
   "maxlite.ensemble": "export members of an ensemble, and soups of them",

@@ -5,11 +5,17 @@ import sys
 
 from maxlite.config import exit_on_user_error, main_config
 from maxlite.config.schema import flatten
+from maxlite.config.values import EPOCH_KEYS
 from maxlite.runs.saved_run import run_folder
 from maxlite.training.model_folders import check_model_folders
 
 
 def main() -> int:
+  if any(argument.lstrip("-").startswith(EPOCH_KEYS) for argument in sys.argv[1:]):
+    from maxlite.runs.epochs import refuse_epochs  # imports NumPy
+
+    with exit_on_user_error("maxlite.train"):
+      refuse_epochs(sys.argv[1:])
   cfg = main_config(sys.argv[1:], "maxlite.train", command="maxlite.train")
   with exit_on_user_error("maxlite.train"):
     folder = run_folder(cfg)

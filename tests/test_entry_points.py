@@ -216,7 +216,9 @@ def test_a_missing_folder_to_import_is_found_without_jax():
   code, out, imports = finish(open_process(argv))
   (line,) = [line for line in imports.splitlines() if not line.startswith("import time:")]
   assert (code, out) == (2, "")
-  assert "OWNER/NAME is not a folder: to import a model of the Hugging Face Hub, download" in line
+  assert (
+    "OWNER/NAME is not a folder: to import a model of the Hugging Face Hub, write hf://" in line
+  )
   assert not re.search(r"\| +jax$", imports, re.MULTILINE)
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import string
 import subprocess
 from pathlib import Path
 
@@ -21,7 +20,9 @@ JOBSET = {
   "TOPOLOGY": "2x4x4",
   "RESTARTS": "20",
   "CLAIM": "runs",
-  "TOKEN": "0123456789abcdef",
+  "SECRET": "big-token",
+  "CPUS": "100",
+  "MEMORY": "400Gi",
   "COMMAND": "configs/base.yml run_name=big",
 }
 
@@ -39,26 +40,87 @@ def test_shell_scripts_pass_shellcheck(name):
   lines_of([*command, LAUNCH / name])
 
 
+def kubernetes_objects():
+  """By kind, what gke_jobset.yaml defines for some values of its variables."""
+  text = (LAUNCH / "gke_jobset.yaml").read_text()
+  for name, value in JOBSET.items():
+    text = text.replace(f"${{{name}}}", value)
+  assert "${" not in text
+  return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
 def test_the_jobset_is_valid_for_kubernetes():
   models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
-  template = string.Template((LAUNCH / "gke_jobset.yaml").read_text())
-  written = yaml.safe_load(template.substitute(JOBSET))
+  written = kubernetes_objects()["JobSet"]
   read = models.JobsetV1alpha2JobSet.from_dict(written)
   assert read.to_dict() == written  # an unknown field would be missing
 
 
-def test_all_workers_of_a_tpu_get_the_arguments_unchanged():
+def test_pods_are_not_root_and_get_the_token_from_a_secret():
+  (job,) = kubernetes_objects()["JobSet"]["spec"]["replicatedJobs"]
+  pod = job["template"]["spec"]["template"]["spec"]
+  user = pod["securityContext"]
+  assert user["runAsNonRoot"] is True
+  assert user["runAsUser"] == user["runAsGroup"] == user["fsGroup"] == 1000
+  assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+  (container,) = pod["containers"]
+  limits = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+  assert container["securityContext"] == limits
+  assert container["env"] == [
+    {
+      "name": "MAXLITE_COORDINATOR_TOKEN",
+      "valueFrom": {"secretKeyRef": {"name": "big-token", "key": "token"}},
+    }
+  ]
+  resources = container["resources"]
+  assert resources["requests"] == {"cpu": 100, "memory": "400Gi"}
+  assert resources["limits"] == {"memory": "400Gi", "google.com/tpu": 4}
+  assert re.search(r"^USER 1000$", (LAUNCH / "Dockerfile").read_text(), re.MULTILINE)
+
+
+def test_only_pods_of_the_run_may_connect_to_its_pods():
+  objects = kubernetes_objects()
+  assert objects.keys() == {"NetworkPolicy", "JobSet"}
+  name = objects["JobSet"]["metadata"]["name"]
+  pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}
+  assert objects["NetworkPolicy"]["spec"] == {
+    "podSelector": pods,
+    "policyTypes": ["Ingress"],
+    "ingress": [{"from": [{"podSelector": pods}]}],
+  }
+
+
+def test_the_command_of_a_pod_raises_the_soft_limit_and_starts_the_run(tmp_path):
+  (job,) = kubernetes_objects()["JobSet"]["spec"]["replicatedJobs"]
+  (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+  fake_program(tmp_path, "python", 'echo "$@"')
+  environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+  result = subprocess.run(
+    container["command"], env=environment, check=True, capture_output=True, text=True
+  )
+  keys = "jax_cache_dir=/runs/.jax configs/base.yml run_name=big base_output_directory=/runs"
+  assert result.stdout == f"-m maxlite.train {keys}\n"
+  assert result.stderr == ""
+
+
+def test_all_workers_of_a_tpu_get_the_arguments_unchanged(tmp_path):
   arguments = ["configs/base.yml", "run_name=a b"]
   script = [LAUNCH / "tpu_vm.sh", "--dry-run", "t1", "us-east5-a"]
   copy, install, train = lines_of([*script, *arguments])
-  assert copy.startswith("gcloud compute tpus tpu-vm scp ")
+  assert re.match(r"gcloud compute tpus tpu-vm scp \S+/maxlite.tar.gz \S+/maxlite.token t1:", copy)
   assert "pip" in install
   to_gcloud = lines_of(["bash", "-c", f"gcloud() {{ printf '%s\\n' \"$@\"; }}; {train}"])
   assert {"--zone=us-east5-a", "--worker=all", "t1"} <= set(to_gcloud)
   (command,) = (argument for argument in to_gcloud if argument.startswith("--command="))
   setup, on_worker = command.split(" && exec tools/launch/restart.sh 20 .venv/bin/python")
-  exports = "export MAXLITE_COORDINATOR_TOKEN=[0-9a-f]{32}"
-  assert re.fullmatch(f"--command=cd maxlite && {exports}", setup)
+  # The secret is read from a file on the worker, and is on no command line.
+  (tmp_path / "maxlite").mkdir()
+  (tmp_path / "maxlite.token").write_text("0123\n")
+  show_token = f"{setup.removeprefix('--command=')} && bash -c 'echo $MAXLITE_COORDINATOR_TOKEN'"
+  shown = subprocess.run(["bash", "-c", show_token], cwd=tmp_path, check=True, capture_output=True)
+  assert shown.stdout == b"0123\n"
+  assert not (tmp_path / "maxlite.token").exists()
+  assert not re.search("[0-9a-f]{32}", "".join([copy, install, train]))
   printed = lines_of(["bash", "-c", f"printf '%s\\n' {on_worker}"])
   assert printed == ["-m", "maxlite.train", *arguments]
 

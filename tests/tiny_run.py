@@ -47,7 +47,13 @@ KEYS = {
 # Keys of the data that determine the shapes of batches.
 BATCH_KEYS = ("max_target_length", "per_device_batch_size", "global_batch_size")
 BATCH_KEYS += ("batch_size_schedule", "sequence_length_schedule")
-CLOCK = {"step_seconds", "tokens_per_second_per_device", "tflops_per_device", *Stopwatch().row()}
+CLOCK = {
+  "unix_seconds",
+  "step_seconds",
+  "tokens_per_second_per_device",
+  "tflops_per_device",
+  *Stopwatch().row(),
+}
 
 
 class Output(io.StringIO):

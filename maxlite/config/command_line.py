@@ -36,6 +36,7 @@ _OWN_SECTIONS = {
   "serve": ("run", "serve", "generate"),
   "plan": ("plan", "mesh"),
   "convert": ("convert",),
+  "tokenizer": ("tokenizer", "data"),
 }
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import faulthandler
 import gc
 import logging
+import signal
 import sys
 import traceback
 import unicodedata
@@ -120,10 +122,12 @@ def exit_on_user_error(program: str) -> Iterator[None]:
 def prepare_process(program: str) -> None:
   """Set up the process of an entry point; to be called before JAX is imported.
 
-  Ctrl-C then ends the process in one line, also during imports, and libtpu prints no errors on
-  machines without a TPU.
+  Ctrl-C then ends the process in one line, also during imports, SIGUSR1 prints the stacks of all
+  threads, and libtpu prints no errors on machines without a TPU.
   """
   quiet_libtpu()
+  if sys.__stderr__ is not None:
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
   gc.set_threshold(50_000, 10, 10)  # else imports and tracing take a sixth longer
 
   def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -182,13 +182,14 @@ def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
 def _check_settings(settings: Sequence[Setting]) -> None:
   """Raise the mistakes in all settings at once, except choices that plug-ins may add."""
   has_plugins = any(setting.name == "plugins" and setting.raw for setting in settings)
+  beside = {setting.name: show(setting.raw) for setting in settings}
   errors: list[UserError] = []
   for setting in settings:
     try:
       if len(errors) >= _MAX_SUGGESTIONS and setting.name not in (*KEYS, BASE_CONFIG):
-        advice = answer_key(setting.name, show(setting.raw)) or "is not a key"
+        advice = answer_key(setting.name, show(setting.raw), beside) or "is not a key"
         raise setting.error(advice)
-      parse(setting, any_choice=has_plugins)
+      parse(setting, any_choice=has_plugins, beside=beside)
       if setting.name == "model_name" and setting.raw:
         find_preset(setting)
     except UserError as error:

@@ -6,14 +6,21 @@ Each key is in one of the tables. `maxtext_same_keys.py` has the keys that both 
 
 _SAVE = "remat_policy=custom remat_saved_names="
 _ADAPTERS = "lora_rank=RANK, and load_parameters_path=RUN if a run of maxlite trained the adapters"
-_FILES = "dataset_path={value} dataset_type=array_record (or parquet, jsonl, ...)"
+_ROWS = "dataset_type={rows}"
 _LOCAL = "local_checkpoint_directory=/dev/shm/maxlite local_checkpoint_period=10"
-_HUB = "dataset_type=parquet dataset_path=hf://datasets/{value}/**/*.parquet"
+_HUB = "dataset_path={hub}"
 _RAMP = "batch_size_schedule=[[0, 8], [1000, 16]], rows per step from these steps on"
-_SPLITS = "eval_dataset_path={value}, or eval_fraction=0.05 of dataset_path"
+_EPOCHS = "steps=N; a run prints at its start how many steps an epoch has"
+_HELD_OUT = "eval_dataset_path=FILES, or eval_fraction=0.05 of dataset_path"
+_COLUMNS = (
+  "text_column=NAME of a text, which held-out files share; docs/data.md has the columns of "
+)
+_COLUMNS += "dataset_type=chat and preference"
+_TEACHER = "teacher_path=FOLDER loss_type=distill; the teacher's config is in its folder"
 _RMS = "decoder_block=gemma2 or gemma3, which have these norms"
 
-# MaxText's key -> what to write; {value} is the value that the user wrote for it.
+# MaxText's key -> what to write. In braces: `value` is what the user wrote; `hub` the files of a
+# dataset of the hub, and `rows` their dataset_type, by the other keys of the command.
 OTHER_NAME: dict[str, str] = {
   # Runs, checkpoints, metrics
   "compile_xla_flags": "compiler_options={option: value}",
@@ -28,16 +35,23 @@ OTHER_NAME: dict[str, str] = {
   "enable_lora": _ADAPTERS,
   "hf_lora_adapter_path": _ADAPTERS,
   "load_full_state_path": "base_output_directory=FOLDER run_name=NAME of that run, which resumes",
+  "lora": "lora_rank=RANK lora_alpha=ALPHA, flat keys",
   "lora_input_adapters_path": _ADAPTERS,
   "lora_restore_path": _ADAPTERS,
   "lora_module_path": "phases=[{name: lora, train: ['.*attention/.*lora_.*'], steps: 100}]",
   "metrics_file": "base_output_directory=FOLDER; its runs have metrics.jsonl",
+  "multi_tier_checkpointing_backup_interval_minutes": "checkpoint_period_minutes={value}",
+  "replicator_backup_interval_minutes": "checkpoint_period_minutes={value}",
   "multi_tier_checkpointing_backup_interval_steps": "checkpoint_period={value}",
-  "num_epoch": "steps=N; in dataset_mixture, max_epochs of a source",
+  "num_epoch": _EPOCHS,
   "reuse_example_batch": "dataset_type=synthetic",
   "skip_jax_distributed_system": "num_processes=1",
   "target_eval_loss": "early_stopping_patience=N, or a callback (docs/api.md)",
   "wandb_run_name": "run_name={value}",
+  "checkpoint_dir": "base_output_directory=FOLDER; checkpoints are in a run's folder",
+  "metrics_dir": "base_output_directory=FOLDER; metrics are in a run's folder",
+  "tensorboard_dir": "base_output_directory=FOLDER; its runs have folders for TensorBoard",
+  "prometheus_port": "metrics_port={value} for a run; maxlite.serve has /metrics at serve_port",
   # Mesh
   "dcn_autoregressive_parallelism": "dcn_tensor_parallelism={value}",
   "dcn_context_autoregressive_parallelism": "dcn_context_parallelism={value}",
@@ -121,44 +135,51 @@ OTHER_NAME: dict[str, str] = {
   "num_vocab_tiling": "logits_chunk_tokens=N, the tokens per device with logits at once",
   # Data
   "batch_size": "global_batch_size={value}",
+  "global_batch_size_to_load": "global_batch_size={value}",
+  "global_batch_size_to_train_on": "global_batch_size={value}",
   "chat_template": "chat_template_path=FILE with this Jinja2 template",
   "dataset_name": "dataset_path=FILES dataset_type=parquet (or text, jsonl, arrow, array_record)",
   "default_prompt": "dataset_type=chat with a prompt in each line",
   "enable_rampup_batch_size": _RAMP,
-  "eval_data_columns": "text_column=NAME, which held-out files share",
-  "eval_dataset_name": _SPLITS,
+  "eval_data_columns": _COLUMNS,
+  "eval_dataset_name": _HELD_OUT,
   "global_rampup_samples": _RAMP,
   "grain_eval_files": "eval_dataset_path={value}",
   "grain_file_type": "dataset_type={value}",
   "grain_num_threads": "grain_prefetch_buffer_size=N; Grain reads with its number of threads",
   "grain_packing_type": "packing_strategy={value}",
   "grain_per_worker_buffer_size": "grain_prefetch_buffer_size=N, over all workers",
-  "grain_train_files": _FILES,
+  "grain_train_files": "dataset_path={value}",
   "grain_train_mixture_config_path": "dataset_mixture=[{name: N, path: [FILES], weight: W}, ...]",
-  "hf_data_dir": "dataset_path=hf://datasets/OWNER/NAME/{value}/**",
+  "hf_data_dir": _HUB,
   "hf_eval_files": "eval_dataset_path={value}",
-  "hf_eval_split": _SPLITS,
-  "hf_name": "dataset_path=hf://datasets/OWNER/NAME/{value}/*.parquet",
+  "hf_eval_split": "eval_dataset_path={eval_hub}",
+  "hf_name": _HUB,
   "hf_path": _HUB,
-  "hf_train_files": _FILES,
+  "hf_subset": _HUB,
+  "hf_train_files": "dataset_path={value}",
   "max_corpus_chars": "eval_fraction and steps; all of dataset_path is tokenized once",
   "per_device_batch_size_increment": _RAMP,
   "per_device_batch_size_start": _RAMP,
   "sft_train_on_completion_only": "dataset_type=chat, which trains on answers only",
-  "train_data_columns": "text_column=NAME",
-  "train_split": "dataset_path=FILES of that split",
+  "system_prompt": "dataset_type=chat, whose conversations may begin with a system message",
+  "train_data_columns": _COLUMNS,
+  "train_micro_batch_size": "gradient_accumulation_steps=N, the micro-batches of a step",
+  "train_split": _HUB,
   "use_chat_template": "dataset_type=chat",
-  "use_sft": "dataset_type=chat dataset_path=FILE.jsonl",
+  "use_sft": _ROWS,
   # Optimizer and losses
   "adamw_mask": "adam_weight_decay=W, which norms and biases are free of",
   "distill_student_weights_share_map": "teacher_path=FOLDER loss_type=distill",
   "enable_diloco": "diloco_sync_period=N",
+  "dpo": "loss_type=dpo, and dpo_beta and dpo_label_smoothing as flat keys",
   "use_dpo": "loss_type=dpo dataset_type=preference",
   "muon_weight_decay": "adam_weight_decay={value}",
   "student_overrides": "keys of the student as usual, and teacher_path=FOLDER loss_type=distill",
   "student_params_to_update": "phases=[{name: part, train: [REGEX], steps: N}]",
-  "teacher_overrides": "teacher_path=FOLDER loss_type=distill; its config is in the folder",
+  "teacher_overrides": _TEACHER,
   "trainable_parameters_mask": "phases=[{name: part, train: [REGEX], steps: N}]",
+  "algo": "loss_type=dpo",
   # Generation
   "stop_strings": "stop={value}",
   "decode_sampling_strategy": "decode_sampling_temperature, decode_sampling_top_k and "
@@ -174,7 +195,9 @@ NOT_NEEDED: dict[str, str] = {
   "a run prints the keys that differ from defaults, and config.yml has all": "log_config",
   "tools/inspect/shardings.py prints the sharding of every parameter": "debug_sharding",
   "the platform is detected": "hardware",
-  "sizes are given directly": "global_parameter_scale",
+  "sizes are those of the base_ keys, and MaxText scales them by powers of 2 up to 4096": (
+    "global_parameter_scale"
+  ),
   "the last step is always saved": "save_checkpoint_on_completion",
   "SIGTERM saves a checkpoint that all processes agree on": "enable_autocheckpoint",
   "a checkpoint is restored onto any mesh": """
@@ -189,6 +212,7 @@ NOT_NEEDED: dict[str, str] = {
     checkpoint_storage_use_ocdbt checkpoint_storage_use_zarr3 enable_orbax_v1
   """,
   "gradients are accumulated in float32 or the weights' type, if that is wider": "grad_dtype",
+  "gradient_accumulation_steps does not change the result": "use_tunix_gradient_accumulation",
   "logits, scores and softmax are float32": """
     cast_logits_to_fp32 float32_logits float32_qk_product float32_weight_sum logits_dot_in_fp32
   """,
@@ -230,7 +254,8 @@ NOT_NEEDED: dict[str, str] = {
     custom_mesh_and_rule_for_eval logical_axis_rules_for_eval
   """,
   "JAX arranges the devices": "allow_split_physical_axes custom_mesh optimize_mesh_for_tpu_v6e",
-  "XLA partitions with Shardy, and shard_map checks varying axes": "check_vma shard_mode shardy",
+  "XLA partitions with Shardy": "shard_mode shardy",
+  "shard_map checks varying axes": "check_vma",
   "layers are stacked on the first axis": "param_scan_axis",
   "ring attention always balances causal work": """
     context_parallel_load_balance context_parallel_reorder_strategy
@@ -243,7 +268,9 @@ NOT_NEEDED: dict[str, str] = {
   "dataset_path may be on the hub, with the token of HF_TOKEN or of `hf auth login`": """
     hf_access_token
   """,
-  "evaluation uses the batches of the training": "eval_per_device_batch_size",
+  "evaluation uses the batches of the training": """
+    eval_batch_size eval_per_device_batch_size
+  """,
   "the last batch is padded, and padding has no loss": """
     generate_padding_batch_eval generate_padding_batch_train
   """,
@@ -260,10 +287,10 @@ NOT_NEEDED: dict[str, str] = {
   "steps are dispatched ahead until a value is logged": "max_inflight_computations",
   "updates of Muon have a consistent RMS of 0.2": "muon_consistent_rms",
   "embeddings are looked up": "use_iota_embed",
-  "the prompt is computed at once, and the cache has one layout": """
-    ar_cache_axis_order compute_axis_order mla_naive_kvcache model_call_mode
-    prefill_cache_axis_order prefill_chunk_size reshape_q stack_prefill_result_cache
-    use_chunked_prefill
+  "the prompt is computed at once": "model_call_mode prefill_chunk_size use_chunked_prefill",
+  "the key/value cache has one layout": """
+    ar_cache_axis_order compute_axis_order mla_naive_kvcache prefill_cache_axis_order reshape_q
+    stack_prefill_result_cache
   """,
   "maxlite.serve compiles its programs before it answers": "enable_model_warmup",
   "each process writes its trace into the run folder": """
@@ -320,24 +347,28 @@ NOT_SUPPORTED: dict[str, str] = {
     vision_output_dim_for_vit vision_output_length vision_projector_type
   """,
   "there is no RL; loss_type=dpo trains on preferences": """
-    algo async_scheduling chips_per_vm debug_converter
-    enable_dp_attention enable_expert_parallel enable_tunix_perf_metrics epsilon_high
-    gcs_debug_path grpo_beta grpo_epsilon hbm_utilization_vllm inference_devices_per_replica
-    inference_replicas inference_rollouts kv_cache_buffer load_checkpoint_only_once
-    log_weight_sync_time loss_agg_mode loss_algo math_verify_num_procs math_verify_timeout
-    max_concurrency max_num_batched_tokens max_num_seqs max_prompt_length num_batches
+    chips_per_vm dataset_processor_path debug enable_tunix_perf_metrics epsilon_high eval_corr_lst
+    eval_make_lst eval_mode eval_sampling_strategy generation_configs grpo_beta grpo_epsilon
+    inference_devices_per_replica inference_replicas inference_rollouts load_checkpoint_only_once
+    loss_agg_mode loss_algo math_verify_num_procs math_verify_timeout max_concurrency num_batches
     num_eval_passes num_generations num_iterations num_samplers_slices num_test_batches
-    num_trainer_slices off_policy_steps orpo_lambda penalty_incorrect_answer
-    penalty_incorrect_format reasoning_end_token reasoning_start_token reshard_chunk_size
+    num_trainer_slices off_policy_steps penalty_incorrect_answer penalty_incorrect_format
+    reasoning_end_token reasoning_start_token reasoning_start_token_in_prompt reshard_chunk_size
     reward_exact_answer reward_exact_format_match reward_functions reward_functions_path
     reward_partial_format_match reward_ratio_guess_to_answer_high reward_ratio_guess_to_answer_low
-    reward_white_space_format_match rollout_data_parallelism rollout_expert_parallelism
+    reward_white_space_format_match rl rollout_data_parallelism rollout_expert_parallelism
     rollout_micro_batch_size rollout_tensor_parallelism sampler_devices_fraction
-    solution_end_token solution_start_token swap_space_vllm_gb trainer_devices_fraction
-    use_agentic_rollout use_grpo use_pathways_reshard use_standalone_converter
-    use_weight_converter vllm_additional_config vllm_hf_config_path vllm_hf_overrides
-    vllm_load_format weight_sync_debug
+    solution_end_token solution_start_token test_batch_start_index train_fraction
+    trainer_devices_fraction use_agentic_rollout use_grpo use_pathways_reshard
   """,
+  "vLLM is not used; maxlite.generate and maxlite.serve compute the model": """
+    async_scheduling debug_converter enable_dp_attention enable_expert_parallel gcs_debug_path
+    hbm_utilization_vllm kv_cache_buffer log_weight_sync_time max_num_batched_tokens max_num_seqs
+    swap_space_vllm_gb use_standalone_converter use_weight_converter vllm vllm_additional_config
+    vllm_hf_config_path vllm_hf_overrides vllm_load_format weight_sync_debug
+  """,
+  "there is no ORPO; loss_type=dpo trains on preferences": "orpo_lambda",
+  "max_target_length bounds a prompt and its answer together": "max_prompt_length",
   "adapters are not quantized": "lora_tile_size lora_weight_qtype",
   "evaluation reports the acceptance of every layer of multi-token prediction": """
     mtp_eval_target_module
@@ -358,12 +389,12 @@ NOT_SUPPORTED: dict[str, str] = {
     "local_rope_proportion"
   ),
   "it is that of the embedding, vocab_size": "vocab_size_per_layer_input",
-  "the initial scale and the embedding's are those of the family": """
-    dense_init_scale normalize_embedding_logits
-  """,
-  "activations have the type dtype, and matmuls JAX's default precision": """
-    activations_in_float32 matmul_precision
-  """,
+  "the initial scale is that of the family": "dense_init_scale",
+  "decoder_block decides whether logits of tied embeddings are scaled": (
+    "normalize_embedding_logits"
+  ),
+  "activations have the type dtype": "activations_in_float32",
+  "matmuls have JAX's default precision": "matmul_precision",
   "quantization=int8 or fp8 scales by the largest value, in the forward pass only": """
     act_quantization_calibration_method bwd_quantization_calibration_method
     checkpoint_is_quantized constant_bound_config experimental_sa_quant_k_fp8
@@ -390,8 +421,7 @@ NOT_SUPPORTED: dict[str, str] = {
     save_checkpoint_on_start
   """,
   "a checkpoint is saved every checkpoint_period steps": """
-    enable_continuous_checkpointing multi_tier_checkpointing_backup_interval_minutes
-    replicator_backup_interval_minutes use_replicator_service
+    enable_continuous_checkpointing use_replicator_service
   """,
   "old checkpoints are removed at once; checkpoint_keep_period keeps some": """
     checkpoint_todelete_full_path checkpoint_todelete_subdir
@@ -411,6 +441,11 @@ NOT_SUPPORTED: dict[str, str] = {
   "limit the network with the tools of the system": """
     dcn_bandwidth_burst dcn_bandwidth_interface dcn_bandwidth_latency dcn_bandwidth_limit
   """,
+  "token files of Megatron are not read; dataset_type=parquet and others read text": """
+    blend_cache_dir blend_index_dir eod_mask_loss megatron_eval_files megatron_mmap_mode
+    megatron_train_files mmap_eod_id mmap_npy_split mmap_split_sentences
+    packing_max_segments_per_sample reset_attention_mask
+  """,
   "token files of OLMo are not read; dataset_type=array_record and others read text": """
     olmo_apply_ngram_filter olmo_index_path olmo_path_remap_from olmo_path_remap_to
   """,
@@ -421,18 +456,23 @@ NOT_SUPPORTED: dict[str, str] = {
     block_diffusion_canvas_policy block_diffusion_logit_alignment block_diffusion_mask_id
     block_diffusion_min_noise training_objective
   """,
-  "loss distill compares predictions, with constant weights": """
-    attn_module_name distill_alpha_end distill_alpha_schedule distill_beta distill_beta_end
-    distill_beta_schedule distill_feature_loss_type distill_layer_indices distill_temperature_end
-    distill_temperature_schedule distill_weights_copy_map learn_to_init_mode lti_layer_indices
-    lti_use_general_linear_map offline_data_dir
+  "distill_alpha and distill_temperature are constant": """
+    distill_alpha_end distill_alpha_schedule distill_temperature_end distill_temperature_schedule
   """,
+  "loss_type=distill compares predictions, not features of layers": """
+    distill_beta distill_beta_end distill_beta_schedule distill_feature_loss_type
+    distill_layer_indices
+  """,
+  "a student starts from load_parameters_path, or from new weights": """
+    attn_module_name distill_weights_copy_map learn_to_init_mode lti_layer_indices
+    lti_use_general_linear_map
+  """,
+  "the teacher at teacher_path computes its predictions during the run": "offline_data_dir",
   "steps with a large loss are trained; gradient_clipping_threshold bounds their gradients": """
     skip_step_interval skip_step_on_spikes skip_step_scaling_factor
   """,
-  "AdamW has epsilon outside of the root, and moments of the type of the weights": """
-    adam_eps_root mu_dtype
-  """,
+  "AdamW adds epsilon outside of the root": "adam_eps_root",
+  "the moments of AdamW have the type of the weights, weight_dtype": "mu_dtype",
   "the decay of wsd is linear": "wsd_decay_style",
   "loads of experts are in expert_load.jsonl; other metrics of layers are not recorded": """
     log_moe_bias_norms record_internal_nn_metrics
@@ -469,8 +509,40 @@ NOT_SUPPORTED: dict[str, str] = {
   "metrics go to metrics.jsonl, TensorBoard and Weights & Biases": """
     enable_checkpoint_cloud_logger enable_gcp_goodput_metrics enable_gcp_step_deviation_metrics
     managed_mldiagnostics managed_mldiagnostics_on_demand_profiling managed_mldiagnostics_region
-    managed_mldiagnostics_run_group managed_mldiagnostics_storage_path prometheus_port
+    managed_mldiagnostics_run_group managed_mldiagnostics_storage_path
     report_heartbeat_metric_for_gcp_monitoring report_performance_metric_for_gcp_monitoring
     use_vertex_tensorboard vertex_tensorboard_project vertex_tensorboard_region
   """,
+}
+
+# Keys of NOT_NEEDED that decide what is computed -> their one value; another is not supported.
+ONE_VALUE: dict[str, str] = {
+  "add_bos": "true",
+  "add_eos": "true",
+  "beta_slow": "1",
+  "cast_logits_to_fp32": "true",
+  "context_parallel_load_balance": "true",
+  "enable_padding_causal_mask": "true",
+  "float32_logits": "true",
+  "float32_qk_product": "true",
+  "float32_weight_sum": "true",
+  "global_parameter_scale": "1",
+  "logits_dot_in_fp32": "true",
+  "max_segments_per_seq": "-1",
+  "moe_expert_input_dim": "-1",
+  "muon_consistent_rms": "0.2",
+  "rope_min_timescale": "1",
+  "tokenize_eval_data": "true",
+  "tokenize_train_data": "true",
+  "use_truncation": "false",
+}
+
+# Sections of MaxText's post-training configs, whose keys are written `section.key`.
+SECTIONS = "cluster dataset dpo evaluation lora reward rl special_tokens student_overrides vllm"
+# Of which all keys have the section's answer.
+WHOLE_SECTIONS = ("generation_configs", "teacher_overrides")
+
+# Dotted keys of MaxText that do not mean what their last part means.
+DOTTED: dict[str, str] = {
+  "teacher_overrides.load_parameters_path": "teacher_path={value} loss_type=distill",
 }

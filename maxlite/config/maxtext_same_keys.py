@@ -185,6 +185,26 @@ OTHER_MEANING: dict[str, str] = {
   "wandb_project_name": "switches Weights & Biases on",
 }
 
+# Columns of rows that have a dataset_type of their own.
+_COLUMNS = {
+  "messages": "dataset_type=chat, which reads the column messages",
+  "prompt,completion": "dataset_type=chat, which reads the columns prompt and completion",
+  "chosen,rejected": "dataset_type=preference, which reads the columns chosen and rejected",
+}
+
+
+def _scale(log2_scale: int) -> str:
+  """The sizes of MaxText's `get_individual_scales` for a global_parameter_scale of 2 to a power."""
+  layers, rest = divmod(log2_scale, 3)
+  heads = 2 ** (layers + (rest > 0))
+  width = 2 ** (layers + (rest > 1))
+  return (
+    f"base_num_query_heads, base_num_kv_heads, base_mlp_dim and base_moe_mlp_dim times {heads}, "
+    f"base_emb_dim times {width}, base_num_decoder_layers times {2**layers}"
+  )
+
+
+_SCALES = {str(2**log2_scale): _scale(log2_scale) for log2_scale in range(1, 13)}
 _FAMILIES = "no such family; docs/models.md lists the families"
 _PRESETS = (
   "no such preset; maxlite.convert from_hf imports folders of the families in docs/models.md"
@@ -202,7 +222,7 @@ VALUES: dict[str, dict[str, str]] = {
   "compile_topology_num_slices": {"-1": "compile_topology_num_slices=1"},
   "dataset_type": {
     "grain": "dataset_type=array_record, parquet or arrow, and dataset_path=FILES",
-    "hf": "dataset_type=parquet dataset_path=hf://datasets/OWNER/NAME/**/*.parquet",
+    "hf": "dataset_type={rows} dataset_path={hub}",
     "tfds": "dataset_type=array_record dataset_path=FOLDER/*.array_record*, written by TFDS with "
     "file_format=array_record",
     "c4_mlperf": "dataset_type=array_record dataset_path=FOLDER/*.array_record*",
@@ -226,6 +246,8 @@ VALUES: dict[str, dict[str, str]] = {
     "train": "eval_dataset_path=FILES of that split, or omit it to hold out eval_fraction",
     "validation": "eval_dataset_path=FILES of that split, or omit it to hold out eval_fraction",
   },
+  "eval_data_columns": _COLUMNS,
+  "global_parameter_scale": _SCALES,
   "grain_file_type": {"arrayrecord": "dataset_type=array_record"},
   "grain_packing_type": {
     "concat_then_split": "packing_strategy=concatenate",
@@ -235,7 +257,15 @@ VALUES: dict[str, dict[str, str]] = {
   "local_rope_max_timescale": {"-1": "local_rope_max_timescale=0"},
   "max_num_checkpoints_to_keep": {"None": "max_num_checkpoints_to_keep=N; N=1000000 keeps all"},
   "mlp_activations_limit": {"-1": "mlp_activations_limit=0"},
-  "model_name": {"default": "model_name= for no preset; decoder_block=llama is dense"},
+  "model_name": {
+    "default": "model_name= for no preset; decoder_block=llama is dense",
+    "llama3.1-8b-Instruct": "model_name=llama3.1-8b, whose layers are the same",
+    "llama3.1-70b-Instruct": "model_name=llama3.1-70b, whose layers are the same",
+    "llama3.3-70b": "model_name=llama3.1-70b, whose layers are the same",
+    "olmo3-7b-pt": "model_name=olmo3-7b, whose layers are the same",
+    "qwen3-8b-base": "model_name=qwen3-8b, whose layers are the same",
+    "qwen3-30b-a3b-base": "model_name=qwen3-30b-a3b, whose layers are the same",
+  },
   "n_routing_groups": {"-1": "n_routing_groups=1"},
   "opt_type": {"adam_pax": "opt_type=adamw"},
   "profiler": {"nsys": "profiler=xplane, or run the command under nsys profile"},
@@ -267,6 +297,7 @@ VALUES: dict[str, dict[str, str]] = {
     "sigmoid": "router=sigmoid_group_topk",
     "softmax": "router=topk_softmax, or router=group_limited_greedy with n_routing_groups",
   },
+  "train_data_columns": _COLUMNS,
   "tokenizer_type": {"tiktoken": "tokenizer_type=huggingface tokenizer_path=FOLDER/tokenizer.json"},
   "topk_routing_group": {"-1": "topk_routing_group=1"},
 }
@@ -279,8 +310,12 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     """
   },
   "context_parallel_strategy": {"ring and ulysses do not combine; write one of them": "usp"},
+  "algo": {"there is no ORPO; write loss_type=dpo": "orpo"},
   "dataset_type": {
-    "token files of OLMo are not read; write dataset_type=array_record or parquet": "olmo_grain"
+    "token files of Megatron are not read; write dataset_type=array_record or parquet": (
+      "megatron_mmap"
+    ),
+    "token files of OLMo are not read; write dataset_type=array_record or parquet": "olmo_grain",
   },
   "decoder_block": {
     _FAMILIES: """
@@ -288,18 +323,23 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     """
   },
   "dtype": {"types of 16 bits have the range of float32; write dtype=bfloat16": "float16"},
-  "grain_file_type": {"write dataset_type=array_record, parquet, arrow, jsonl or text": "tfrecord"},
+  "grain_file_type": {
+    "token files of Megatron are not read; write dataset_type=array_record or parquet": (
+      "mmap mmap_npy"
+    ),
+    "write dataset_type=array_record, parquet, arrow, jsonl or text": "tfrecord",
+  },
   "model_name": {
     _PRESETS: """
       deepseek-custom deepseek3-671b-2dfsdp deepseek3-671b-batchsplit deepseek3-test
       deepseek3-tiny deepseek3.2-671b deepseek4-284b deepseek4-tiny envy-switch-base
       envy-switch-large envy-switch-xxl envy-test gemma2-27b gemma3-12b
       gemma3-27b gpt3-175b gpt3-22b gpt3-52k gpt3-6b
-      llama2-13b llama2-70b llama3-70b llama3.1-405b llama3.1-70b-Instruct llama3.1-8b-Instruct
-      llama3.3-70b llama4-17b-128e llama4-17b-16e mixtral-8x22b olmo3-7b-pt
+      llama2-13b llama2-70b llama3-70b
+      llama4-17b-128e llama4-17b-16e mixtral-8x22b
       qwen2.5-1.5b qwen2.5-14b qwen3-1.7b qwen3-1.7b-base qwen3-14b qwen3-14b-base
-      qwen3-30b-a3b-base qwen3-32b qwen3-4b qwen3-4b-base qwen3-4b-thinking-2507
-      qwen3-480b-a35b qwen3-8b-base qwen3-custom-30b-a3b qwen3-omni-30b-a3b
+      qwen3-32b qwen3-4b qwen3-4b-base qwen3-4b-thinking-2507
+      qwen3-480b-a35b qwen3-custom-30b-a3b qwen3-omni-30b-a3b
       qwen3-vl-2b qwen3-vl-30b-a3b qwen3-vl-4b
     """
   },
@@ -313,6 +353,9 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     "quantized operands are not saved; write remat_policy=minimal": """
       minimal_with_context_and_quantization minimal_with_quantization
     """
+  },
+  "sft_train_on_completion_only": {
+    "conversations are trained on their answers; for all tokens, write dataset_type=jsonl": "false"
   },
   "weight_dtype": {"write weight_dtype=bfloat16 or float32": "float16"},
 }

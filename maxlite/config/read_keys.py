@@ -28,6 +28,7 @@ from maxlite.config.schema import (
   PlanConfig,
   SectionClass,
   ServeConfig,
+  TokenizerConfig,
   flatten,
 )
 from maxlite.config.values import Setting
@@ -57,8 +58,9 @@ _TRAINING_DATA = {
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}
-_IMPORT = _ALL - _keys_of(PlanConfig, ConvertConfig, HostsConfig) - {"member", "load_checkpoint"}
-_TRAIN = _ALL - _keys_of(ServeConfig, PlanConfig, ConvertConfig) - {"eval_documents", "member"}
+_OTHER_COMMANDS = _keys_of(PlanConfig, ConvertConfig, TokenizerConfig)
+_IMPORT = _ALL - _OTHER_COMMANDS - _keys_of(HostsConfig) - {"member", "load_checkpoint"}
+_TRAIN = _ALL - _OTHER_COMMANDS - _keys_of(ServeConfig) - {"eval_documents", "member"}
 # By command. A config that a command writes counts as read.
 READ_KEYS: dict[str, set[str]] = {
   "maxlite.train": _TRAIN,
@@ -74,6 +76,8 @@ READ_KEYS: dict[str, set[str]] = {
   "maxlite.serve": _INFERENCE
   | _keys_of(ServeConfig)
   | {"decode_batch_size", "num_speculative_tokens"},
+  "maxlite.tokenizer": _keys_of(DataConfig, TokenizerConfig)
+  | {"vocab_size", "base_output_directory", "plugins", "trust_plugins"},
   # Keys of training are those of `train_on`.
   "maxlite.open_run": _TRAIN - {"load_parameters_path", "from_run"} | {"member"},
   "maxlite.convert from_hf": _IMPORT - {"load_parameters_path", "from_run"},

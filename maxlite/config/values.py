@@ -15,7 +15,8 @@ import yaml
 
 from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.errors import UserError
-from maxlite.config.maxtext_answers import answer_key, answer_value
+from maxlite.config.maxtext_answers import NO_KEYS, answer_key, answer_value
+from maxlite.config.maxtext_keys import OTHER_NAME
 from maxlite.config.raw_values import (
   FrozenMapping,
   Raw,
@@ -27,6 +28,7 @@ from maxlite.config.raw_values import (
 )
 from maxlite.config.schema import KEYS, AxisRules, SchemaKey
 
+EPOCH_KEYS = ("epoch", "epochs", "num_epoch", "num_epochs", "num_train_epochs")
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema
 SECRETS = tuple(name for name, key in KEYS.items() if key.field.secret)
 _MAX_INT = 2**31 - 1  # counters are int32 on devices
@@ -74,11 +76,14 @@ def show_key(name: str, value: KeyValue) -> str:
   return abbreviate(f"{name}={show(value)}")
 
 
-def parse(setting: Setting, *, any_choice: bool = False) -> KeyValue:
+def parse(
+  setting: Setting, *, any_choice: bool = False, beside: Mapping[str, str] = NO_KEYS
+) -> KeyValue:
   """Convert a raw value to the type of its key and check its choices and range.
 
   Args:
     any_choice: do not check the choices.
+    beside: as for `answer_key`.
 
   Raises:
     UserError: the key does not exist, or the value has the wrong type or is not allowed.
@@ -88,27 +93,32 @@ def parse(setting: Setting, *, any_choice: bool = False) -> KeyValue:
   is_nested = isinstance(setting.raw, FrozenMapping) and not takes_mapping
   if is_nested and not answer_key(setting.name, ""):
     raise setting.error("is a mapping; keys are flat, write one `key: value` per line")
-  key = find_key(setting)
+  key = find_key(setting, beside)
   field = key.field
   if any_choice:
     field = dataclasses.replace(field, choices=())
-  return parse_as(setting, key.type, field)
+  return parse_as(setting, key.type, field, beside)
 
 
-def parse_as(setting: Setting, kind: object, field: ConfigField = _ANY_VALUE) -> KeyValue:
+def parse_as(
+  setting: Setting,
+  kind: object,
+  field: ConfigField = _ANY_VALUE,
+  beside: Mapping[str, str] = NO_KEYS,
+) -> KeyValue:
   """`parse` of a value that need not belong to a key: `kind` is a type of the schema."""
   try:
     value = _convert(kind, setting.raw)
   except YamlValueError as error:
     raise setting.error(str(error)) from None
   except ValueError:
-    advice = answer_value(setting.name, show(setting.raw))
+    advice = answer_value(setting.name, show(setting.raw), beside)
     raise setting.error(advice or _wrong_type(setting, kind)) from None
   elements = value if isinstance(value, tuple) else (value,)
   for element in elements:
     violation = _violation(setting.name, kind, field, element)
     if violation:
-      raise setting.error(answer_value(setting.name, show(setting.raw)) or violation)
+      raise setting.error(answer_value(setting.name, show(setting.raw), beside) or violation)
   return value
 
 
@@ -123,8 +133,12 @@ def parse_entry(
   return values
 
 
-def find_key(setting: Setting) -> SchemaKey:
-  """The schema's entry for a setting; raise UserError if there is no such key."""
+def find_key(setting: Setting, beside: Mapping[str, str] = NO_KEYS) -> SchemaKey:
+  """The schema's entry for a setting; raise UserError if there is no such key.
+
+  Args:
+    beside: as for `answer_key`.
+  """
   name = setting.name
   if name == BASE_CONFIG:
     raise setting.error(
@@ -132,7 +146,9 @@ def find_key(setting: Setting) -> SchemaKey:
     )
   if name not in KEYS:
     otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
-    raise setting.error(answer_key(name, show(setting.raw)) or otherwise)
+    if name in EPOCH_KEYS:
+      otherwise = f"is not a key; write {OTHER_NAME['num_epoch']}"
+    raise setting.error(answer_key(name, show(setting.raw), beside) or otherwise)
   return KEYS[name]
 
 

@@ -1,13 +1,14 @@
 """Settings from files: YAML or Python, their base_config chains, and presets of configs/models."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from maxlite.config.errors import UserError, raise_all
 from maxlite.config.file_io import MAX_CONFIG_BYTES, read_regular
-from maxlite.config.maxtext_answers import answer_value
+from maxlite.config.maxtext_answers import DOTTED_SECTIONS, answer_value
 from maxlite.config.object_store import AnyPath
 from maxlite.config.python_files import PythonFile, python_settings
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
@@ -45,9 +46,8 @@ def read_file(path: AnyPath, referrer: str, *, follows_links: bool = False) -> l
     raise UserError(f"{path}:1: the file is not a mapping; write one `key: value` per line")
   settings: dict[str, Setting] = {}
   errors: list[UserError] = []
-  for name_node, node in root.value:
+  for name, name_node, node in _entries(root):
     source = f"{path}:{name_node.start_mark.line + 1}"
-    name = str(name_node.value)
     if name in settings:
       first = settings[name].source
       mistake = f"{source}: {name} is already set at {first}; remove one of the two"
@@ -65,6 +65,17 @@ def read_file(path: AnyPath, referrer: str, *, follows_links: bool = False) -> l
       settings[name] = Setting(name, "null", source)
   raise_all(errors)
   return list(settings.values())
+
+
+def _entries(root: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+  """Yield (key, its node, the node of its value); keys of MaxText's sections as `section.key`."""
+  for name_node, node in root.value:
+    name = str(name_node.value)
+    if name in DOTTED_SECTIONS and isinstance(node, yaml.MappingNode) and node.value:
+      for key, key_node, value_node in _entries(node):
+        yield f"{name}.{key}", key_node, value_node
+    else:
+      yield name, name_node, node
 
 
 def read_model_file(path: AnyPath) -> list[Setting]:

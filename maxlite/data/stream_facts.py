@@ -40,7 +40,8 @@ def _difference(name: str, then: object, now: object, num_batches: int) -> str:
   if name == "global_batch_size":
     return (
       f"the checkpoint was written with a global batch of {then} rows, this run has {now}: "
-      f"set global_batch_size={then}, which is valid on any number of devices"
+      f"set global_batch_size={then}, which is valid on any number of devices; or, for {now} rows "
+      f"from now on, global_batch_size=0 batch_size_schedule=[[0, {then}], [{num_batches}, {now}]]"
     )
   return f"the checkpoint was written with {name}={then}, this run has {now}: set {name}={then}"
 

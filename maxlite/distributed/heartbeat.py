@@ -24,9 +24,9 @@ from maxlite.config.errors import write_line
 from maxlite.config.json_values import Json
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
-# Messages; the last two are prefixes.
+# Messages; all but the first are prefixes.
 _BYE = "bye"
-_ALIVE = "alive"
+_ALIVE = "alive "
 _FAILED = "failed "
 _VALUE = "value "
 _MAX_REASON = 500  # characters
@@ -52,7 +52,9 @@ class Heartbeat:
       peers: the result of `rendezvous`.
       timeout: a peer that is silent for longer is lost, in seconds.
     """
+    self.step: int | None = None  # the latest that this process has begun
     self._process_id = process_id
+    self._host = socket.gethostname()
     self._timeout = timeout
     self._interval = timeout / 5
     self._peers = dict(peers)
@@ -61,6 +63,7 @@ class Heartbeat:
       self._values[peer] = queue.SimpleQueue()
     self._unread = dict.fromkeys(peers, b"")
     self._last_seen = dict.fromkeys(peers, time.monotonic())
+    self._positions: dict[int, Json] = {}  # [host, step] of each peer, as of its latest heartbeat
     self._selector = selectors.DefaultSelector()
     for peer, connection in peers.items():
       self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -71,10 +74,12 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
   def __enter__(self) -> "Heartbeat":
+    _OPEN.append(self)
     self._thread.start()
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    _OPEN.remove(self)
     if error is not None:
       self._fail(error)
     self._is_closed = True
@@ -108,7 +113,31 @@ class Heartbeat:
       shown = one_line[:_MAX_REASON]
       self._exit(f"process {self._process_id} failed: {shown}", code, show=False)
 
-  def _exit(self, reason: str, code: int, *, show: bool = True) -> None:
+  def late_peers(self) -> list[str]:
+    """Describe the peers that are behind this process, as far as it has heard."""
+    late = []
+    for peer, (_, step) in sorted(self._positions.items()):
+      is_behind = self.step is not None and (step is None or step < self.step)
+      if is_behind and peer in self._peers:
+        late.append(self._describe(peer))
+    return late
+
+  def _describe(self, peer: int) -> str:
+    """When a peer was heard last, on which host and at which step."""
+    host, step = self._positions.get(peer, ("", None))
+    text = f"process {peer}"
+    if host:
+      text += f" on {host}"
+    text += f" was last heard {time.monotonic() - self._last_seen[peer]:.0f} s ago"
+    if step is not None:
+      text += f", at step {step}"
+    return text
+
+  def exit_for(self, reason: str, code: int) -> NoReturn:
+    """End this process for a reason that it has printed, and send the reason to all others."""
+    self._exit(f"process {self._process_id} on {self._host}: {reason}", code, show=False)
+
+  def _exit(self, reason: str, code: int, *, show: bool = True) -> NoReturn:
     """Send the reason to all others, print it if `show`, and end this process."""
     self._exiting.acquire()  # never released
     self._broadcast(_FAILED + reason)
@@ -129,12 +158,12 @@ class Heartbeat:
       if now - due > self._interval:  # this process itself was stopped
         self._last_seen = dict.fromkeys(self._last_seen, now)
       due = now + self._interval
-      self._broadcast(_ALIVE)
+      self._broadcast(_ALIVE + json.dumps([self._host, self.step]))
       for peer in self._peers:
         silent_seconds = now - self._last_seen[peer]
         if silent_seconds > self._timeout:
           self._exit(
-            f"process {peer} was silent for {self._timeout:g} s "
+            f"{self._describe(peer)}; the limit is {self._timeout:g} s "
             "(jax_distributed_heartbeat_timeout_seconds)",
             EXIT_PEER_LOST,
           )
@@ -153,6 +182,8 @@ class Heartbeat:
       if message == _BYE:
         self._selector.unregister(self._peers.pop(peer))
         return
+      if message.startswith(_ALIVE):
+        self._positions[peer] = json.loads(message.removeprefix(_ALIVE))
       if message.startswith(_VALUE):
         self._values[peer].put(json.loads(message.removeprefix(_VALUE)))
       if message.startswith(_FAILED):
@@ -166,6 +197,30 @@ class Heartbeat:
     for connection in list(self._peers.values()):
       with contextlib.suppress(OSError):
         connection.sendall(line)
+
+
+_OPEN: list[Heartbeat] = []  # that of this process, if it has peers
+
+
+def report_step(step: int) -> None:
+  """Tell the peers, if there are any, that this process has begun a step."""
+  for heartbeat in _OPEN:
+    heartbeat.step = step
+
+
+def describe_late_peers() -> list[str]:
+  """Describe the peers that are behind this process, one text each."""
+  late = []
+  for heartbeat in _OPEN:
+    late += heartbeat.late_peers()
+  return late
+
+
+def exit_with_peers(reason: str, code: int) -> NoReturn:
+  """End this process, and all its peers with the reason."""
+  for heartbeat in _OPEN:
+    heartbeat.exit_for(reason, code)
+  exit_process(code)
 
 
 def _exit_code(error: SystemExit) -> int:

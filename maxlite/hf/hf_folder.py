@@ -131,8 +131,8 @@ def read_config(directory: Path) -> JsonObject:
   """Read config.json; raise UserError if it is missing or not a JSON object."""
   if not directory.is_dir():
     raise UserError(
-      f"{directory} is not a folder: to import a model of the Hugging Face Hub, download it with "
-      f"`hf download {directory} --local-dir {directory.name}` and name that folder"
+      f"{directory} is not a folder: to import a model of the Hugging Face Hub, write "
+      f"hf://{directory}, or name the folder of a download"
     )
   if not (directory / CONFIG).is_file():
     raise UserError(f"{directory} has no {CONFIG}: name the folder that holds it")

@@ -35,6 +35,8 @@ class Stopwatch:
     """Start with the activity `kind`; `clock` returns seconds."""
     self._seconds = dict.fromkeys(KINDS, 0.0)
     self._kind = kind
+    self._task = ""  # of the activities `startup` and `restart`, and when it began
+    self._task_since = 0.0
     self._clock = clock
     self._since = clock()
 
@@ -62,6 +64,11 @@ class Stopwatch:
     self._since = now
     return before
 
+  def start(self, task: str) -> None:
+    """Name what the process does while it starts, for `report_waits`."""
+    self._task = task
+    self._task_since = self._clock()
+
   @contextlib.contextmanager
   def during(self, kind: str) -> Iterator[None]:
     """While open, attribute time to `kind`."""
@@ -77,6 +84,8 @@ class Stopwatch:
     """While open, report what takes more than 5 s, by the texts in `activities`."""
 
     def current() -> tuple[str, float]:
+      if self._task and self._kind in ("startup", "restart"):
+        return f"{activities[self._kind]}: {self._task}", self._clock() - self._task_since
       return activities[self._kind], self._clock() - self._since
 
     return report_activities(current, report)

@@ -7,6 +7,7 @@ import numpy as np
 
 from maxlite.config.json_values import Json
 
+TIME = "unix_seconds"  # of a row
 Row = dict[str, int | float]
 # A row as it is read from a file: numbers, text and lists of integers; None if not finite.
 LoggedRow = Mapping[str, Json]

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from maxlite.config.errors import UserError, escape
 from maxlite.config.file_io import named_errors, open_regular, replaced
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.metrics.best_loss import LOSSES
-from maxlite.metrics.step_row import LoggedRow, Row
+from maxlite.metrics.step_row import TIME, LoggedRow, Row
 
 # Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
 # if it is not zero.
@@ -80,6 +82,7 @@ class Writers:
     expert_load: "JsonlWriter | None" = None,
     trackers: Sequence[Tracker] = (),
     upload: Callable[[], None] | None = None,
+    uploads_rows: bool = False,
   ):
     """Group writers.
 
@@ -88,10 +91,14 @@ class Writers:
       expert_load: the file of expert loads.
       trackers: writers of rows, text and images.
       upload: copies the files to where they survive this machine; called at every flush.
+      uploads_rows: also upload after every row, in a thread.
     """
     self.trackers = trackers
     self._expert_load = expert_load
     self._upload = upload
+    self._uploads: BackgroundCalls | None = None
+    if uploads_rows and upload is not None:
+      self._uploads = BackgroundCalls(upload)
     self._writers: list[Writer] = [*writers, *trackers]
     self._all = list(self._writers)
     if expert_load is not None:
@@ -104,15 +111,21 @@ class Writers:
     if self._expert_load is not None and load_NE is not None:
       load = load_NE.astype(int).tolist()
       self._expert_load.write({"step": row["step"], "expert_load": load})
+    if self._uploads is not None:
+      self._uploads.request()
 
   def flush(self) -> None:
     """Return once all rows written so far survive a crash."""
     for writer in self._all:
       writer.flush()
-    if self._upload is not None:
+    if self._uploads is not None:
+      self._uploads.call()
+    elif self._upload is not None:
       self._upload()
 
   def close(self) -> None:
+    if self._uploads is not None:
+      self._uploads.close()
     for writer in self._all:
       writer.close()
 
@@ -162,6 +175,50 @@ _CRC32 = "crc32"
 _MAX_LINE_BYTES = 64 << 20  # the loads of all experts of a large model are 1 MB
 
 
+class BackgroundCalls:
+  """Calls a function in a thread; requests during a call are answered by one more call."""
+
+  def __init__(self, function: Callable[[], None]) -> None:
+    """Start the thread."""
+    self._function = function
+    self._lock = threading.Lock()  # held during a call
+    self._requested = threading.Event()
+    self._is_closed = False
+    self._error: Exception | None = None
+    self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
+    self._thread.start()
+
+  def request(self) -> None:
+    """Have the thread call the function, without waiting."""
+    self._requested.set()
+
+  def call(self) -> None:
+    """Call the function; raise its error, or that of an earlier call in the thread."""
+    with self._lock:
+      if self._error is not None:
+        raise self._error
+      self._function()
+
+  def close(self) -> None:
+    """Wait until the thread ends."""
+    self._is_closed = True
+    self._requested.set()
+    self._thread.join()
+
+  def _run(self) -> None:
+    while True:
+      self._requested.wait()
+      self._requested.clear()
+      if self._is_closed:
+        return
+      with self._lock:
+        try:
+          self._function()
+        except Exception as error:  # object stores raise many types
+          self._error = error
+          return
+
+
 class JsonlWriter:
   """Appends rows to a file as one strict JSON object per line: `step` first, other keys sorted.
 
@@ -183,12 +240,7 @@ class JsonlWriter:
 
   def write(self, row: LoggedRow) -> None:
     """Append `row`, whose values are numbers, text or lists of integers."""
-    written = {"step": row["step"]}
-    for name in sorted(row):
-      value = row[name]
-      if isinstance(value, float) and not math.isfinite(value):
-        value = None
-      written[name] = value
+    written = _strict(row)
     crc32 = self._format.crc32(written)
     if crc32 is not None:
       written[_CRC32] = crc32
@@ -203,6 +255,17 @@ class JsonlWriter:
   def close(self) -> None:
     self.flush()
     self._file.close()
+
+
+def _strict(row: LoggedRow) -> dict[str, Json]:
+  """The row with the step first and the other values sorted; what is not finite is None."""
+  strict: dict[str, Json] = {"step": row["step"]}
+  for name in sorted(row):
+    value = row[name]
+    if isinstance(value, float) and not math.isfinite(value):
+      value = None
+    strict[name] = value
+  return strict
 
 
 def read_rows(path: Path, row_format: RowFormat = ANY) -> list[JsonObject]:
@@ -268,7 +331,7 @@ class TensorBoardWriter:
 
   def write(self, row: Row) -> None:
     for name, value in row.items():
-      if name != "step":
+      if name not in ("step", TIME):
         self._writer.add_scalar(name, value, row["step"])
 
   def write_text(self, name: str, text: str, step: int) -> None:
@@ -336,7 +399,7 @@ class WandbWriter:
       ) from None
 
   def write(self, row: Row) -> None:
-    values = {name: value for name, value in row.items() if name != "step"}
+    values = {name: value for name, value in row.items() if name not in ("step", TIME)}
     self._run.log(values, step=int(row["step"]))
 
   def write_text(self, name: str, text: str, step: int) -> None:
@@ -359,8 +422,10 @@ class SafeConsole(Console):
     return super().render_str(escape(text), **options)
 
 
-def open_console(*, quiet: bool = False) -> Console:
+def open_console(*, quiet: bool = False, log_format: str = "text") -> Console:
   """A console on stdout; in a notebook plain text, as in a file, instead of HTML and colors."""
+  if log_format == "json":
+    return JsonConsole(quiet=quiet, width=120, force_terminal=False, force_jupyter=False)
   is_terminal = sys.stdout.isatty()
   width = None
   if not is_terminal:
@@ -374,6 +439,50 @@ def open_console(*, quiet: bool = False) -> Console:
     force_terminal=is_terminal,
     force_jupyter=False,
   )
+
+
+class JsonConsole(Console):
+  """Prints every line as a JSON object: {"time": "2026-01-31T12:00:00.000+00:00", "message": X}."""
+
+  def print(self, *objects: Any, **options: Any) -> None:
+    """Print the lines of what a `Console` would print."""
+    with self.capture() as captured:
+      super().print(*objects, **options)
+    for line in captured.get().splitlines():
+      if line.strip():
+        self._write(json.dumps({"time": _utc(time.time()), "message": line.rstrip()}))
+
+  def print_row(self, row: Row, **labels: str) -> None:
+    """Print a row of metrics, with its own time and labels such as the name of a member."""
+    written = {"time": _utc(row.get(TIME, time.time())), **labels} | _strict(row)
+    self._write(json.dumps(written, allow_nan=False))
+
+  def _write(self, line: str) -> None:
+    if not self.quiet:
+      self.file.write(f"{line}\n")
+      self.file.flush()
+
+
+def _utc(seconds: float) -> str:
+  """Seconds since 1970 as ISO 8601."""
+  moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+  return moment.isoformat(timespec="milliseconds")
+
+
+class JsonConsoleWriter:
+  """Prints a JSON object per row."""
+
+  def __init__(self, console: JsonConsole):
+    self._console = console
+
+  def write(self, row: Row) -> None:
+    self._console.print_row(row)
+
+  def flush(self) -> None:
+    """Do nothing: every line is flushed."""
+
+  def close(self) -> None:
+    """Do nothing: stdout stays open."""
 
 
 class ConsoleWriter:
@@ -419,9 +528,16 @@ class ConsoleWriter:
       seconds = self._progress.tasks[0].time_remaining
     if seconds:
       cells.append(f"{datetime.timedelta(seconds=seconds)} left")
+    if TIME in row:
+      cells.append(self._clock(row[TIME]))
     self._print("step", row["step"], cells)
     if "eval_loss" in row:
       self._print("eval", row["step"], _cells(row, EVAL_CELLS | _source_cells(row)))
+
+  def _clock(self, seconds: float) -> str:
+    """The local time of a row; with the date where lines stay longer than on a terminal."""
+    moment = datetime.datetime.fromtimestamp(seconds)
+    return f"{moment:%Y-%m-%d %H:%M:%S}" if self._is_piped else f"{moment:%H:%M:%S}"
 
   def _print(self, kind: str, step: int | float, cells: list[str]) -> None:
     width = len(str(self._num_steps))

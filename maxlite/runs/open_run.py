@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 
@@ -13,7 +12,6 @@ from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, UserError, exit_on_user_error, public_values
-from maxlite.config.errors import write_line
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
@@ -35,12 +33,15 @@ from maxlite.metrics.writers import (
   EXPERT_LOAD,
   METRICS,
   ConsoleWriter,
+  JsonConsole,
+  JsonConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
   Tracker,
   WandbWriter,
   Writer,
   Writers,
+  open_console,
   read_rows,
 )
 from maxlite.runs.saved_run import run_folder, token_cache
@@ -63,7 +64,8 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
     with exit_on_user_error(program):
       separate = cfg.ensemble.is_set and cfg.ensemble.ensemble_strategy == "submesh"
       values = public_values(cfg)
-      peers = stack.enter_context(distributed_runtime(cfg.hosts, values, separate=separate))
+      with report_wait("waiting for the other processes of the run"):
+        peers = stack.enter_context(distributed_runtime(cfg.hosts, values, separate=separate))
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 
@@ -73,7 +75,7 @@ def open_trainer(cfg: Config) -> Trainer:
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process()
   if process:
-    write_line(process, sys.stdout)
+    open_console(log_format=cfg.observe.log_format).print(process)
   trainer = build_trainer(cfg)
   trainer.check_devices()
   return trainer
@@ -249,15 +251,30 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
   if jax.process_index() > 0:
     return Writers([])
   objectives = [objective.name for objective in trainer.objectives]
-  writers: list[Writer] = [
-    JsonlWriter(folder.metrics, done, METRICS),
-    ConsoleWriter(cfg.run.steps, done, console, objectives),
-  ]
+  writers: list[Writer] = [JsonlWriter(folder.metrics, done, METRICS)]
+  if isinstance(console, JsonConsole):
+    writers.append(JsonConsoleWriter(console))
+  else:
+    writers.append(ConsoleWriter(cfg.run.steps, done, console, objectives))
+  observe = cfg.observe
+  if observe.metrics_port:
+    from maxlite.metrics.prometheus import PrometheusWriter  # only a run with an endpoint needs it
+
+    endpoint = PrometheusWriter(
+      observe.metrics_host, observe.metrics_port, cfg.run.run_name, console.print
+    )
+    writers.append(endpoint)
   expert_load = None
   if trainer.is_moe:
     expert_load = JsonlWriter(folder.expert_load, done, EXPERT_LOAD)
   trackers = open_trackers(cfg, folder, done)
-  return Writers(writers, expert_load, trackers, upload=folder.upload)
+  return Writers(
+    writers,
+    expert_load,
+    trackers,
+    upload=folder.upload,
+    uploads_rows=folder.mirror is not None,
+  )
 
 
 def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:

@@ -104,7 +104,7 @@ def _identities(cfg: Config, data: DataConfig, state: JsonObject) -> JsonObject:
   if was_mixture:
     saved_names = saved["sources"]
   parts = {part.name: part.data for part in mixture_of(data) if part.name in saved_names}
-  if not _are_read_here(cfg, data, parts.values()):
+  if not are_read_here(cfg, data, parts.values()):
     return {}
   identities: dict[str, str | None] = dict.fromkeys(saved_names)
   for name, part in parts.items():
@@ -114,7 +114,7 @@ def _identities(cfg: Config, data: DataConfig, state: JsonObject) -> JsonObject:
   return {"data": identities["data"]}
 
 
-def _are_read_here(cfg: Config, data: DataConfig, parts: Iterable[DataConfig]) -> bool:
+def are_read_here(cfg: Config, data: DataConfig, parts: Iterable[DataConfig]) -> bool:
   """Whether all sources are small, and on this machine with their tokenizer and cache."""
   paths: list[str] = []
   for part in parts:

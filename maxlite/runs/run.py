@@ -30,7 +30,7 @@ from maxlite.runs.open_run import (
   restore,
   save_config,
 )
-from maxlite.runs.run_report import finalize, import_plots, log_header, report_finished
+from maxlite.runs.run_report import PlotImport, finalize, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
 from maxlite.step.train_state import TrainState
 from maxlite.training.callbacks import Callback
@@ -65,11 +65,13 @@ def _run(
   cfg: Config, callbacks: Sequence[Callback], stack: contextlib.ExitStack
 ) -> tuple[Trainer, TrainResult]:
   """The life of a run; `stack` closes what it opens."""
-  console = open_console(quiet=jax.process_index() > 0)
+  console = open_console(quiet=jax.process_index() > 0, log_format=cfg.observe.log_format)
   timer = Stopwatch()
   stack.enter_context(timer.report_waits(console.print))
+  timer.start("reading devices, and shapes of the model")
   trainer = open_trainer(cfg)
   folder = run_folder(cfg)
+  timer.start("opening the data")
   changes = folder.config_changes(flatten(cfg))
   data = open_trainer_data(trainer)
   data_by_objective = open_objective_data(trainer, data)
@@ -77,10 +79,13 @@ def _run(
   lock_folder(folder)
   stack.callback(folder.unlock)
   local_checkpoints = open_local_checkpoints(trainer, folder, checkpoints, console.print)
+  timer.start("looking for a checkpoint, and reading it")
   restored = restore(trainer, checkpoints, local_checkpoints)
+  timer.start("opening the batches")
   streams = TrainStreams(data_by_objective, trainer.inputs_hash)
   stack.callback(streams.close)
   done = 0
+  data_state = None
   if restored is not None:
     _, data_state, done = restored
     if data_state is not None:
@@ -94,19 +99,20 @@ def _run(
   for line in trainer.step_programs.describe():
     console.print(line)
   save_config(cfg, folder, changes)
+  timer.start("initializing the weights, while a thread compiles the step")
   state = first_state(trainer, restored, console)
+  timer.start("opening metrics and callbacks")
   logged = read_rows(folder.metrics, METRICS)  # before the writers drop the rows after `done`
   timer.resume(logged, done)
   writers = open_writers(trainer, folder, done, console)
   stack.callback(writers.close)
-  callbacks = open_callbacks(trainer, callbacks, writers, done + 1)
+  callbacks = [*open_callbacks(trainer, callbacks, writers, done + 1), PlotImport()]
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
-  import_plots()  # while a thread compiles the step
   context = LoopContext(
     trainer=trainer,
     checkpoints=checkpoints,
-    log=StepLog(trainer, writers, timer, best, callbacks),
+    log=StepLog(trainer, writers, timer, best, callbacks, data_state),
     profiler=profiler,
     evaluate=build_evaluation(trainer, data),
     timer=timer,

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import threading
 from pathlib import Path
 
 import jax
@@ -21,9 +22,11 @@ from maxlite.layers.sharded_attention import attention_backend
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
+from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
 from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.sharding.compiler_options import describe_options
+from maxlite.training.callbacks import Callback
 from maxlite.training.loop import TrainResult
 from maxlite.training.trainer import Trainer
 
@@ -113,7 +116,10 @@ def describe_data(name: str, data: DataLoader) -> list[str]:
   if source.files:
     lines.append(f"{name}: {source.files}")
   shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
-  lines.append(f"{name}: {source.summary}; {shape} tokens per step")
+  epoch = ""
+  if not source.parts:
+    epoch = f", {len(source.train) / data.global_batch_size:,.1f} steps per epoch"
+  lines.append(f"{name}: {source.summary}; {shape} tokens per step{epoch}")
   for part_name, part in source.parts.items():
     lines.append(f"  {part_name}: {part.files}; {part.summary}")
   if source.parts:
@@ -173,10 +179,18 @@ def _describe_stop(cfg: Config, result: TrainResult) -> str:
   return line
 
 
-def import_plots() -> None:
-  """Import what draws the plots, which is slow, in the process that draws them."""
-  if jax.process_index() == 0:
-    importlib.import_module("maxlite.metrics.plots.curves")
+class PlotImport(Callback):
+  """Imports what draws the plots, which is slow, in a thread of process 0 after the first row."""
+
+  def __init__(self) -> None:
+    self._is_started = False
+
+  def on_row(self, row: Row) -> None:
+    if self._is_started or jax.process_index() > 0:
+      return
+    self._is_started = True
+    plots = "maxlite.metrics.plots.curves"
+    threading.Thread(target=importlib.import_module, args=(plots,), daemon=True).start()
 
 
 def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:

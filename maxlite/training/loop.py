@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config
 from maxlite.config.json_values import Json
+from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.goodput import STEP, Stopwatch
@@ -98,6 +100,7 @@ def train(
   timer = context.timer
   step = first_step - 1
   stop = _Stop()
+  save_clock = SaveClock(trainer.cfg)
   timer.switch("compile")
   with (
     stop_on_signals() as signals,
@@ -105,7 +108,7 @@ def train(
   ):
     for step in range(first_step, last_step + 1):
       is_last = step == last_step
-      watchdog.expect(f"step {step}")
+      watchdog.expect_step(step)
       context.profiler.before_step()
       with timer.during("data"):
         batch = trainer.next_batch(stream, state)
@@ -113,7 +116,8 @@ def train(
       timer.switch(STEP)  # the first call returns after compilation
       context.profiler.after_step(metrics)
       log.add(step, metrics)
-      if is_last or _is_state_read(trainer.cfg, step):
+      saves_by_time = save_clock.is_checked(step) and save_clock.agree_if_due(log)
+      if is_last or saves_by_time or _is_state_read(trainer.cfg, step):
         state = trainer.confirm(state)
       difference = _replica_difference(context, step, state)
       if difference:
@@ -124,7 +128,10 @@ def train(
       ends = is_last or bool(stop.reason)
       if ends:
         state = trainer.confirm(state)
-      _save_if_due(context, watchdog, state, stream, step, is_last=ends)
+      saver = _due_checkpoints(context, step, at_once=ends or saves_by_time)
+      if saver is not None:
+        _save(context, saver, watchdog, state, stream, step)
+        save_clock.restart()
       if stop.reason:
         break
     log.settle()
@@ -174,35 +181,56 @@ def _find_stop(log: Log, received: signal.Signals | None, *, is_last: bool) -> _
   return stop
 
 
-def _save_if_due(
+class SaveClock:
+  """Whether a checkpoint is due by time, as process 0 decides for all processes."""
+
+  def __init__(self, cfg: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    """Start the period; `clock` returns seconds."""
+    self._seconds = 60 * cfg.checkpoint.checkpoint_period_minutes
+    self._check_period = cfg.observe.log_period
+    self._clock = clock
+    self.restart()
+
+  def restart(self) -> None:
+    """Start the period again, after a checkpoint."""
+    self._since = self._clock()
+
+  def is_checked(self, step: int) -> bool:
+    """Whether all processes call `agree_if_due` after `step`."""
+    return self._seconds > 0 and due(step, self._check_period)
+
+  def agree_if_due(self, log: Log) -> bool:
+    """Whether process 0 wants to save."""
+    log.settle()  # no step runs while the processes communicate
+    has_passed = self._clock() - self._since >= self._seconds
+    return bool(all_gather_object(has_passed)[0])
+
+
+def _save(
   context: LoopContext,
+  saver: CheckpointSaver,
   watchdog: Watchdog,
   state: PyTree,
   stream: BatchStream,
   step: int,
-  *,
-  is_last: bool,
 ) -> None:
-  """Write a checkpoint, if one is due after this step."""
-  saver = _due_checkpoints(context, step, is_last=is_last)
-  if saver is None:
-    return
+  """Write a checkpoint."""
   log = context.log
   log.settle()
   watchdog.expect(f"the checkpoint of step {step}")
   with context.timer.during("checkpoint"), log.paused():
     log.flush()  # a resumed run does not repeat the rows before its checkpoint
-    saver.save(step, state, stream.state())
+    saver.save(step, state, log.with_totals(stream.state()))
     if saver is context.checkpoints:
       for callback in context.callbacks:
         callback.on_checkpoint(step, state)
 
 
-def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> CheckpointSaver | None:
-  """The checkpoints to which `step` is saved: the shared ones, if both are due."""
+def _due_checkpoints(context: LoopContext, step: int, *, at_once: bool) -> CheckpointSaver | None:
+  """The checkpoints to which `step` is saved: the shared ones, if both are due or `at_once`."""
   cfg = context.trainer.cfg.checkpoint
   is_best = cfg.keep_best_checkpoint and step == context.log.best.step
-  if is_last or is_best or due(step, cfg.checkpoint_period):
+  if at_once or is_best or due(step, cfg.checkpoint_period):
     return context.checkpoints
   if due(step, cfg.local_checkpoint_period):
     return context.local_checkpoints

@@ -4,20 +4,23 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 import jax
 import numpy as np
 
 from maxlite.config import Config
+from maxlite.config.json_values import JsonObject
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
-from maxlite.metrics.step_row import Row, training_row
+from maxlite.metrics.step_row import TIME, Row, training_row
 from maxlite.metrics.writers import Writers
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
+
+TOTAL_TOKENS = "total_tokens"  # in rows, and in checkpoints
 
 
 class _PendingStep(NamedTuple):
@@ -39,6 +42,8 @@ class Log(abc.ABC):
     self._pending: _PendingStep | None = None
     # Whether no step of this process has ended: the speed of the first includes compilation.
     self._is_first = True
+    # By writers, the tokens of all steps so far; None: a checkpoint of an earlier version had none.
+    self._total_tokens: list[float | None] = [0.0] * len(writers)
     # The steps whose mean speed the next row has: their start, and how many have ended.
     self._since = time.perf_counter()
     self._steps_since = 0
@@ -89,11 +94,22 @@ class Log(abc.ABC):
       return None
     return (now - self._since) / self._steps_since
 
+  def _count_tokens(self, index: int, num_tokens: SupportsFloat) -> None:
+    """Add the tokens of a finished step of the model of the writers `index`."""
+    before = self._total_tokens[index]
+    if before is not None:
+      self._total_tokens[index] = before + float(num_tokens)
+
   def _row(
-    self, step: int, metrics: Mapping[str, np.ndarray], seconds: float | None, flops: float
+    self,
+    step: int,
+    metrics: Mapping[str, np.ndarray],
+    seconds: float | None,
+    flops: float,
+    index: int = 0,
   ) -> Row:
-    """The row of a step, which takes this many FLOPs over all devices."""
-    return training_row(
+    """The row of a step, which takes this many FLOPs over all devices, for the writers `index`."""
+    row = training_row(
       step,
       metrics,
       step_seconds=seconds,
@@ -101,6 +117,15 @@ class Log(abc.ABC):
       num_devices=self._num_devices,
       peak_tflops=self._peak_tflops,
     )
+    total_tokens = self._total_tokens[index]
+    if total_tokens is not None:
+      row[TOTAL_TOKENS] = total_tokens
+    row[TIME] = time.time()
+    return row
+
+  @abc.abstractmethod
+  def with_totals(self, data_state: PyTree) -> PyTree:
+    """The position of the data with the tokens so far, for a checkpoint."""
 
   @abc.abstractmethod
   def _count_step(self, step: int, metrics: PyTree) -> None:
@@ -121,8 +146,19 @@ class StepLog(Log):
     timer: Stopwatch | None = None,
     best: BestLoss | None = None,
     callbacks: Sequence[Callback] = (),
+    data_state: JsonObject | None = None,
   ):
+    """
+    Args:
+      trainer: that of the run.
+      writers: those of the rows.
+      timer: attributes time to activities.
+      best: the lowest held-out loss so far.
+      callbacks: called with every row.
+      data_state: the position of the data in the checkpoint that the run continues.
+    """
     super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
+    self._total_tokens = [total_tokens(data_state)]
     self.best = best or self.best
     self._callbacks = callbacks
     self._transforms = trainer.transforms
@@ -151,6 +187,7 @@ class StepLog(Log):
       self._steps_since = 0
     self._settled = time.perf_counter()
     self._steps_since += 1
+    self._count_tokens(0, metrics["num_tokens"])
     self._skipped_in_a_row = int(metrics["skipped_in_a_row"])
 
   def _write(
@@ -172,6 +209,27 @@ class StepLog(Log):
     for callback in self._callbacks:
       callback.on_row(row)
     self._settled = time.perf_counter()
+
+  def with_totals(self, data_state: JsonObject) -> JsonObject:
+    return add_total(data_state, self._total_tokens[0])
+
+
+def total_tokens(data_state: JsonObject | None) -> float | None:
+  """The tokens of all steps before a checkpoint; None if it has no count, which is new.
+
+  Args:
+    data_state: the position of the data in the checkpoint; None: no step was taken.
+  """
+  if data_state is None:
+    return 0.0
+  return data_state.get(TOTAL_TOKENS)
+
+
+def add_total(data_state: JsonObject, tokens: float | None) -> JsonObject:
+  """`data_state` with the tokens so far, if they are known."""
+  if tokens is None:
+    return data_state
+  return data_state | {TOTAL_TOKENS: tokens}
 
 
 def due(step: int, period: int) -> bool:

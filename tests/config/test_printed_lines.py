@@ -142,6 +142,7 @@ _OWN_TEXT = {
   "maxlite/convert.py",
   "maxlite/data/sources/template_worker.py",
   "maxlite/inference/generation.py",
+  "maxlite/metrics/writers.py",  # JSON, which escapes all but ASCII
 }
 
 

@@ -371,8 +371,9 @@ def test_a_reason_arrives_from_a_process_that_exits_with_unread_messages():
 
 PROCESS = """
 import os, signal, sys, time
-from maxlite.distributed.heartbeat import Heartbeat
+from maxlite.distributed.heartbeat import Heartbeat, report_step
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
+from maxlite.distributed.watchdog import Watchdog
 address, count, rank, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 peers = rendezvous(ProcessSpec(address, count, rank), 20)
 with Heartbeat(rank, peers, 1.5) as heartbeat:
@@ -382,7 +383,15 @@ with Heartbeat(rank, peers, 1.5) as heartbeat:
   if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
   if what == "stop":
+    report_step(439)
+    time.sleep(0.7)  # two heartbeats
     os.kill(os.getpid(), signal.SIGSTOP)
+  if what == "behind":
+    report_step(439)
+  if what == "hang":
+    with Watchdog(1) as watchdog:
+      watchdog.expect_step(440)
+      time.sleep(60)
   if what == "fail":
     raise OSError("no space left")
   if what == "refuse":
@@ -414,9 +423,14 @@ def processes(acts):
   return ended
 
 
+HOST = socket.gethostname()
 LOST = {
   "kill": (-signal.SIGKILL, "process {} died"),
-  "stop": (-signal.SIGKILL, "process {} was silent for 1.5 s"),
+  "stop": (
+    -signal.SIGKILL,
+    f"process {{}} on {HOST} was last heard 2 s ago, at step 439; the limit",
+  ),
+  "hang": (1, f"process {{}} on {HOST}: step 440 took longer than 1 s (step_timeout_seconds)"),
   "fail": (1, "process {} failed: OSError: no space left"),
   "refuse": (2, "process {} failed: wrong key"),
 }
@@ -424,7 +438,7 @@ LOST = {
 
 @pytest.mark.parametrize("other", [False, slow(True)])
 @pytest.mark.parametrize(
-  ("act", "lost"), [("kill", 0), ("stop", 2), slow("fail", 0), ("refuse", 2)]
+  ("act", "lost"), [("kill", 0), ("stop", 2), ("hang", 1), slow("fail", 0), ("refuse", 2)]
 )
 def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
   code, message = LOST[act]
@@ -439,6 +453,16 @@ def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
     assert exit_code == EXIT_PEER_LOST
     assert errors.startswith(f"process {survivor} exits: {message.format(lost)}")
     assert errors.count("\n") == 1
+
+
+def test_a_process_that_waits_names_those_that_are_behind():
+  ended = processes(["hang", "behind"])
+  code, errors = ended[0]
+  step = "step 440 took longer than 1 s (step_timeout_seconds)"
+  start = rf"{re.escape(step)}; process 1 on {HOST} was last heard \d s ago, at step 439; threads:"
+  assert code == 1
+  assert re.match(start, errors)
+  assert ended[1] == (EXIT_PEER_LOST, f"process 1 exits: process 0 on {HOST}: {step}\n")
 
 
 ALL_FINISHED = {0: (0, ""), 1: (0, ""), 2: (0, "")}

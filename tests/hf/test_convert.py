@@ -341,7 +341,7 @@ def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
     (("from_hf", "a=b"), "from_hf FOLDER is missing"),
     (
       ("from_hf", "Qwen/Qwen3-0.6B", "run_name=new"),
-      "with `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
+      "write hf://Qwen/Qwen3-0.6B, or name the folder of a download",
     ),
   ],
 )

@@ -1,18 +1,24 @@
 """Writers keep every row exactly once across kills, and console lines are readable."""
 
+import datetime
 import io
 import json
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.table import Table
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxlite.config.errors import UserError
+from maxlite.metrics.step_row import TIME
 from maxlite.metrics.writers import (
   METRICS,
   ConsoleWriter,
+  JsonConsoleWriter,
   JsonlWriter,
   TensorBoardWriter,
   Writers,
@@ -296,3 +302,68 @@ def test_a_notebook_gets_plain_text(monkeypatch, capsys):
   console.print("[bold] " + "x" * 300, style="red")
   assert capsys.readouterr().out == "[bold] " + "x" * 300 + "\n"
   assert not console.is_terminal
+
+
+def test_a_line_ends_with_the_time_of_its_row():
+  row = TRAINING | {TIME: 1_790_000_000.4}
+  local = datetime.datetime.fromtimestamp(1_790_000_000)
+  assert console_text([row]).splitlines()[0].endswith(f"  {local:%Y-%m-%d %H:%M:%S}")
+  assert f"  {local:%H:%M:%S}" in console_text([row], terminal=True)
+
+
+def test_json_lines_have_rows_and_messages(capsys):
+  console = open_console(log_format="json")
+  console.print("data: [1, 2]", "more")
+  console.print("first\nsecond", style="red")
+  console.print(Table("a column"), soft_wrap=False)
+  writer = JsonConsoleWriter(console)
+  writer.write({"step": 3, "loss": float("nan"), TIME: 1_790_000_000.4})
+  console.print_row({"step": 4}, member="a")
+  lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  messages = [line["message"] for line in lines if "message" in line]
+  assert messages[:3] == ["data: [1, 2] more", "first", "second"]
+  assert any("a column" in message for message in messages[3:])
+  row, of_member = lines[-2:]
+  assert row.pop("time") == "2026-09-21T14:13:20.400+00:00"
+  assert row == {"step": 3, "loss": None, TIME: 1_790_000_000.4}
+  assert (of_member["member"], of_member["step"]) == ("a", 4)
+  open_console(quiet=True, log_format="json").print("nothing")
+  assert capsys.readouterr().out == ""
+
+
+def test_rows_are_uploaded_in_a_thread_and_before_a_flush_returns(tmp_path):
+  uploaded = []
+  may_upload = threading.Event()
+
+  def upload():
+    may_upload.wait(10)
+    uploaded.append(len(read_rows(tmp_path / "metrics.jsonl")))
+
+  writers = Writers([JsonlWriter(tmp_path / "metrics.jsonl", -1)], upload=upload, uploads_rows=True)
+  for step in range(5):
+    writers.write({"step": step})  # does not wait
+  may_upload.set()
+  writers.flush()
+  assert uploaded[-1] == 5
+  assert len(uploaded) <= 6
+  writers.write({"step": 5})
+  deadline = time.monotonic() + 10
+  while uploaded[-1] < 6 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert uploaded[-1] == 6
+  writers.close()
+
+
+def test_an_error_of_an_upload_ends_the_run_at_the_next_flush(tmp_path):
+  tried = threading.Event()
+
+  def upload():
+    tried.set()
+    raise UserError("taken over")
+
+  writers = Writers([], upload=upload, uploads_rows=True)
+  writers.write({"step": 1})
+  assert tried.wait(10)
+  with pytest.raises(UserError, match="taken over"):
+    writers.flush()
+  writers.close()

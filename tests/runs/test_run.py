@@ -85,6 +85,26 @@ def test_resumed_run_equals_uninterrupted_run(finished, folder):
   assert_equals_uninterrupted(folder, output, finished)
 
 
+def test_tokens_are_counted_across_a_start_between_two_rows(finished, folder):
+  for steps in (4, 8):
+    assert start(folder, steps=steps, log_period=3)[0] == 0
+  tokens = [row["num_tokens"] for row in logged(finished[0])]
+  totals = {row["step"]: row["total_tokens"] for row in logged(folder)}
+  assert totals == {step: sum(tokens[:step]) for step in totals}
+  assert totals.keys() >= {5, 6, 8}
+
+
+def test_checkpoints_by_time_are_saved_and_resumed_from(finished, folder):
+  keys = {"checkpoint_period": 100, "checkpoint_period_minutes": 1e-9, "log_period": 3}
+  assert start(folder, **keys)[0] == 0
+  assert checkpoint_steps(folder) == [3, 6, 8]
+  shutil.rmtree(folder / "run/checkpoints/8")
+  code, output = start(folder)
+  assert (code, "resuming from the checkpoint of step 6" in output) == (0, True)
+  expected = logged(finished[0])
+  assert logged(folder)[-2:] == expected[-2:]
+
+
 def test_signals_stop_a_run_with_a_checkpoint_and_it_resumes(finished, folder):
   handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
   for number, at in ((signal.SIGTERM, 2), (signal.SIGINT, 5)):

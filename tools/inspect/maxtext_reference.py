@@ -16,6 +16,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_maxtext.md"
 COMMAND = "python tools/inspect/maxtext_reference.py"
 MARK = f"<!-- Generated below this line by `{COMMAND}`; do not edit. -->\n"
 
+_PLACES = {
+  "value": "VALUE",
+  "rows": "ROWS",
+  "hub": "hf://datasets/HF_PATH/HF_NAME/**/TRAIN_SPLIT-*.parquet",
+  "eval_hub": "hf://datasets/HF_PATH/HF_NAME/**/HF_EVAL_SPLIT-*.parquet",
+}
+
 
 def tables() -> str:
   """The tables of the page in Markdown."""
@@ -53,12 +60,22 @@ def _normalize(value: str) -> str:
 
 
 def _other_names() -> str:
-  head = "\n## Other name\n\nVALUE is the value of MaxText's key.\n\n"
+  head = (
+    "\n## Other name\n\nVALUE is the value of MaxText's key, and words in capitals are those of "
+    "other keys of a command. ROWS is `chat` with `use_sft`, `preference` with `use_dpo`, else "
+    "`parquet`.\n\n"
+  )
   rows = []
   for key, advice in OTHER_NAME.items():
-    text = advice.replace("{value}", "VALUE")
-    rows.append((_code(key), _code(text)))
+    rows.append((_code(key), _code(_with_places(advice))))
   return head + _table(("MaxText", "write"), rows)
+
+
+def _with_places(advice: str) -> str:
+  """An answer with the names of what is filled in."""
+  for place, text in _PLACES.items():
+    advice = advice.replace("{" + place + "}", text)
+  return advice
 
 
 def _reasons() -> str:
@@ -88,7 +105,7 @@ def _advice_by_key() -> dict[str, dict[str, str]]:
   for key in sorted({*VALUES, *UNSUPPORTED_VALUES}):
     own = advice.setdefault(key, {})
     for value, text in VALUES.get(key, {}).items():
-      own[value] = _code(text)
+      own[value] = _code(_with_places(text))
     for reason, values in UNSUPPORTED_VALUES.get(key, {}).items():
       listed = ", ".join(values.split())
       own[listed] = f"not supported: {reason}"

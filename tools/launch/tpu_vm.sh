@@ -4,7 +4,8 @@
 #   tools/launch/tpu_vm.sh [--dry-run] NAME ZONE configs/base.yml base_output_directory=/shared/runs ...
 #
 # Copies the last commit of this checkout to every worker, installs it with its `tpu` extra, and runs
-# the same command on all workers, with their output here. The workers find each other. They need a
+# the same command on all workers, with their output here. The workers find each other, and prove with
+# a secret, which is copied as a file that only its owner can read, that they belong to the run. They need a
 # shared folder for base_output_directory (Filestore, or a bucket mounted by gcsfuse). After a failure,
 # all workers restart the command, up to RESTARTS times (environment variable; 20), and resume from the
 # latest checkpoint. Requires gcloud, logged in.
@@ -42,12 +43,15 @@ gcloud_tpu() {
   fi
 }
 
-archive=$(mktemp -d)/maxlite.tar.gz
-trap 'rm -rf "$(dirname "$archive")"' EXIT
-git archive --output="$archive" HEAD
-gcloud_tpu scp "$archive" "$name:"
+umask 077
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+git archive --output="$folder/maxlite.tar.gz" HEAD
+# Without it, no process can join this run. Command lines are visible to all users of a machine.
+openssl rand -hex 16 >"$folder/maxlite.token"
+gcloud_tpu scp "$folder/maxlite.tar.gz" "$folder/maxlite.token" "$name:"
 gcloud_tpu ssh "$name" --command="rm -rf maxlite && mkdir maxlite && tar -xzf maxlite.tar.gz -C maxlite \
 && cd maxlite && python3 -m venv .venv && .venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu]'"
 printf -v words ' %q' "$@"
-token=$(openssl rand -hex 16) # without it, no process can join this run
-gcloud_tpu ssh "$name" --command="cd maxlite && export MAXLITE_COORDINATOR_TOKEN=$token && exec tools/launch/restart.sh $restarts .venv/bin/python -m maxlite.train$words"
+gcloud_tpu ssh "$name" --command="cd maxlite && MAXLITE_COORDINATOR_TOKEN=\$(cat ../maxlite.token) && export MAXLITE_COORDINATOR_TOKEN \
+&& rm ../maxlite.token && exec tools/launch/restart.sh $restarts .venv/bin/python -m maxlite.train$words"

@@ -5,6 +5,14 @@ from maxlite.config.rules.path_rules import is_folder_name
 from maxlite.config.rules.violation import Violation, Violations, ensemble_key, set_keys
 from maxlite.config.schema import DEFAULTS, Config
 
+NOT_FOR_ENSEMBLES = (
+  "callbacks",
+  "checkpoint_period_minutes",
+  "early_stopping_patience",
+  "keep_best_checkpoint",
+  "metrics_port",
+)
+
 
 def run(cfg: Config) -> Violations:
   """The rules on the folder of the run and on its profile."""
@@ -47,7 +55,7 @@ def held_out(cfg: Config) -> Violations:
       "nothing is saved; write enable_checkpointing=true",
     )
   if cfg.ensemble.is_set:
-    for key in set_keys(cfg, ["callbacks", "early_stopping_patience", "keep_best_checkpoint"]):
+    for key in set_keys(cfg, NOT_FOR_ENSEMBLES):
       yield Violation([key], f"not supported by ensembles; write {key}={show(DEFAULTS[key])}")
 
 

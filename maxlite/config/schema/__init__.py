@@ -21,6 +21,7 @@ from maxlite.config.schema.entry_point_config import (
   GenerateConfig,
   PlanConfig,
   ServeConfig,
+  TokenizerConfig,
 )
 from maxlite.config.schema.model_config import FLOAT_TYPES as FLOAT_TYPES
 from maxlite.config.schema.model_config import CycleConfig as CycleConfig
@@ -69,6 +70,7 @@ class Config:
   serve: ServeConfig = ServeConfig()
   plan: PlanConfig = PlanConfig()
   convert: ConvertConfig = ConvertConfig()
+  tokenizer: TokenizerConfig = TokenizerConfig()
 
 
 class Section(Protocol):

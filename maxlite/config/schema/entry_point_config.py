@@ -85,6 +85,18 @@ class PlanConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+  """What `maxlite.tokenizer` trains; also vocab_size and tokenizer_path."""
+
+  tokenizer_special_tokens: tuple[str, ...] = field(
+    ("<|endoftext|>",), "Special tokens, such as those of a chat template; the first ids."
+  )
+  tokenizer_train_bytes: int = field(
+    1_000_000_000, "Bytes of text to train on; of more text, a random part.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvertConfig:
   """Output of `maxlite.convert`."""
 

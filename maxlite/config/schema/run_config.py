@@ -53,10 +53,11 @@ class RunConfig:
   steps: int = field(300, "Optimizer steps of the run.", low=1)
   init_weights_seed: int = field(0, "Seed of the initial weights and of random draws.", low=0)
   step_timeout_seconds: int = field(
-    0,
-    "Time limit of a step (the first includes compilation), an evaluation or a save. When it is "
-    "exceeded, the process prints the stacks of all threads and exits. 0: none.",
-    low=0,
+    -1,
+    "Time limit of a step, an evaluation or a save, without compilation. When it is exceeded, the "
+    "process prints the stacks of all threads and exits. -1: 20 times the longest step so far, at "
+    "least 1800 s, for steps only; 0: none.",
+    low=-1,
   )
   jax_cache_dir: str = field(
     "~/.cache/maxlite/jax",
@@ -123,6 +124,12 @@ class CheckpointConfig:
 
   enable_checkpointing: bool = field(True, "Save checkpoints, and resume from the latest.")
   checkpoint_period: int = field(100, "Steps between checkpoints.", low=1)
+  checkpoint_period_minutes: float = field(
+    0.0,
+    "Also save when this long has passed since the last checkpoint, which is checked every "
+    "log_period steps; 0: never.",
+    low=0,
+  )
   async_checkpointing: bool = field(True, "Save while training continues.")
   max_num_checkpoints_to_keep: int = field(3, "Latest checkpoints that are kept.", low=1)
   keep_best_checkpoint: bool = field(
@@ -165,6 +172,18 @@ class ObserveConfig:
   """Metrics, evaluation and profiling."""
 
   log_period: int = field(10, "Steps between log lines and metrics.", low=1)
+  log_format: str = field(
+    "text",
+    "Lines on stdout: `text`, or `json`, an object per line.",
+    choices=("text", "json"),
+  )
+  metrics_port: int = machine_field(
+    0, "Port of an endpoint /metrics for Prometheus, in process 0; 0: none.", low=0, high=65535
+  )
+  metrics_host: str = machine_field(
+    "127.0.0.1",
+    "Address to bind metrics_port to; by default only this machine has access, 0.0.0.0: all.",
+  )
   enable_tensorboard: bool = field(True, "Also write TensorBoard event files.")
   wandb_project_name: str = machine_field(
     "", "Project of Weights & Biases that also receives the metrics; empty: none."

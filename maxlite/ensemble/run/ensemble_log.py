@@ -9,15 +9,16 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config
+from maxlite.config.json_values import JsonObject
 from maxlite.config.phases import phases_of
 from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.step_row import Row
-from maxlite.metrics.writers import Writers
+from maxlite.metrics.writers import JsonConsole, Writers
 from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.sharding.pytree import PyTree
-from maxlite.training.step_log import Log, describe_divergence
+from maxlite.training.step_log import Log, add_total, describe_divergence, total_tokens
 
 
 class EnsembleLog(Log):
@@ -41,6 +42,7 @@ class EnsembleLog(Log):
     """
     super().__init__(cfg, writers, engine.request.devices)
     self._runs = runs
+    self._total_tokens = [total_tokens(run.data_state) for run in runs]
     self._console = console
     self._flops = [program.flops for program in engine.programs]
     self._phases = [phases_of(run.config) for run in runs]
@@ -54,6 +56,14 @@ class EnsembleLog(Log):
 
   def _count_step(self, step: int, metrics: StackMetrics) -> None:
     self._steps_since += 1
+    common_tokens_Z = metrics.common.get("num_tokens")
+    for z in range(len(self._runs)):
+      if z in self._diverged:
+        continue
+      if common_tokens_Z is None:
+        self._count_tokens(z, metrics.own[z]["num_tokens"])
+      else:
+        self._count_tokens(z, common_tokens_Z[z])
     for z, skipped in enumerate(metrics.common["skipped_in_a_row"]):
       run = self._runs[z]
       limit = run.config.training.max_skipped_steps
@@ -82,8 +92,12 @@ class EnsembleLog(Log):
       row.update(evaluated[z])
       rows[run.name] = row
       self._writers[z].write(row, of_member.get("expert_load"))
-    lines = describe_step(step, self._cfg.run.steps, seconds, rows)
-    self._console.print("\n".join(lines))
+    if isinstance(self._console, JsonConsole):
+      for name, row in rows.items():
+        self._console.print_row(row, member=name)
+    else:
+      lines = describe_step(step, self._cfg.run.steps, seconds, rows)
+      self._console.print("\n".join(lines))
 
   def _member_row(
     self,
@@ -99,10 +113,13 @@ class EnsembleLog(Log):
       phase = self._phases[z][index]
       if phase.loss not in DRAFT_LOSSES:
         metrics = {name: value for name, value in metrics.items() if name != "draft_loss"}
-    row = self._row(step, metrics, seconds, self._flops[z][index])
+    row = self._row(step, metrics, seconds, self._flops[z][index], index=z)
     if phase is not None:
       row |= losses_by_phase(phase, row)
     return row
+
+  def with_totals(self, data_state: list[JsonObject]) -> list[JsonObject]:
+    return [add_total(*each) for each in zip(data_state, self._total_tokens, strict=True)]
 
 
 def describe_step(

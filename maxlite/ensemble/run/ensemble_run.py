@@ -6,7 +6,6 @@ is behind (it is new, or its last checkpoint was lost) trains first, on the batc
 """
 
 import itertools
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +16,6 @@ from rich.console import Console
 from maxlite import __version__
 from maxlite.checkpoint.run_folder import Changes
 from maxlite.config import Config, UserError, exit_on_user_error
-from maxlite.config.errors import write_line
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
@@ -84,11 +82,13 @@ def train_ensemble(
   """
   if cfg.ensemble.ensemble_strategy != "submesh":  # which shards no member
     add_threads_for_collectives()
-  console = open_console(quiet=not _is_first_process(peers))
+  # The parent of a worker reads its lines.
+  log_format = "text" if names else cfg.observe.log_format
+  console = open_console(quiet=not _is_first_process(peers), log_format=log_format)
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process(peers)
   if process:
-    write_line(process, sys.stdout)
+    open_console(log_format=log_format).print(process)
   folder = run_folder(cfg)
   changes = folder.config_changes(flatten(cfg))
   num_devices = sum(_gather(jax.device_count(), peers))

@@ -142,7 +142,8 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
     with timer.report_waits(console.print, KINDS | {"compile": compiling}):
       result = _train_segments(context, trainer, streams, last_step, population)
     trainer.unpack(result.state)
-    for run, data_state in zip(runs, streams.state(), strict=True):
+    data_states = context.log.with_totals(streams.state())
+    for run, data_state in zip(runs, data_states, strict=True):
       run.step = result.step
       run.data_state = data_state
   return dataclasses.replace(result, state=None)

@@ -132,6 +132,7 @@ class MemberRun:
       expert_load,
       open_trackers(self.config, self.folder, self.step),
       upload=self.folder.upload,
+      uploads_rows=self.folder.mirror is not None,
     )
 
   def close(self) -> None:

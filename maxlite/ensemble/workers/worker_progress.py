@@ -14,7 +14,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
-from maxlite.metrics.writers import parse_row
+from maxlite.metrics.writers import JsonConsole, parse_row
 
 _POLL_SECONDS = 0.5
 _DIVERGED = re.compile(r"(\S+) diverged by step ")  # from `EnsembleLog`
@@ -83,8 +83,12 @@ class WorkerProgress:
       rows = self._rows.pop(step)
       seconds = [row["step_seconds"] for row in rows.values() if "step_seconds" in row]
       slowest = max(seconds, default=None)
-      lines = describe_step(step, self._num_steps, slowest, rows)
-      self._console.print(*lines, sep="\n")
+      if isinstance(self._console, JsonConsole):
+        for name, row in rows.items():
+          self._console.print_row(row, member=name)
+      else:
+        lines = describe_step(step, self._num_steps, slowest, rows)
+        self._console.print(*lines, sep="\n")
       self._activity = ""
 
   def _read_rows(self) -> None:
