@@ -23,15 +23,23 @@ from maxlite.config.command_line import without_files
 from maxlite.config.file_io import new_folder
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import EXECUTION
-from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
+from maxlite.config.object_store import (
+  is_remote,
+  join,
+  list_names,
+  local_folder,
+  local_tokenizer,
+  upload,
+)
 from maxlite.config.raw_values import show
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenizer_config import read_tokenizer_config
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
-from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
-from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
+from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
+from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors, shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
@@ -78,6 +86,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=copy))
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
+    write_json(RunFolder(temporary).source_config, read_config(directory))
     if copies_tokenizer:
       copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
@@ -102,18 +111,17 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   if not has_mtp_tensors(model):
     model = dataclasses.replace(model, mtp_num_layers=0)
-  family, of_family = find_family(model)
-  hf = {
-    "dtype": model.weight_dtype,
-    "max_position_embeddings": cfg.data.max_target_length,
-    "pad_token_id": None,  # some classes have a default, with which they refuse a small vocabulary
-    **of_family,
-  }
   stored = _stored_parameters(cfg)
+  is_trained = stored.directory.name != "0"
+  family, hf, is_imported = exported_config(
+    model, _imported_configs(cfg), cfg.data.max_target_length, is_trained=is_trained
+  )
+  name = "torch_dtype" if "torch_dtype" in hf else "dtype"  # the name in older files
+  hf[name] = model.weight_dtype
   abstract = abstract_params(model)
   with _created_at(target) as temporary:
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-      hf |= _export_tokenizer(cfg.data, temporary)
+      hf |= _export_tokenizer(cfg.data, temporary, is_imported=is_imported, is_trained=is_trained)
     write_json(temporary / "config.json", hf)
     read = functools.partial(read_merged, stored, lora_alpha=cfg.model.lora.lora_alpha)
     write_weights(temporary, family, model, abstract, read)
@@ -128,14 +136,31 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   return line
 
 
-def _export_tokenizer(cfg: DataConfig, target: Path) -> JsonObject:
-  """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
+def _imported_configs(cfg: Config) -> list[Path]:
+  """Return where the config.json may be that the model of a run was imported from."""
+  files = [run_folder(cfg).source_config]
+  if cfg.checkpoint.load_parameters_path and cfg.data.tokenizer_path:
+    files.append(local_tokenizer(cfg.data.tokenizer_path).parent / CONFIG)
+  return files
+
+
+def _export_tokenizer(
+  cfg: DataConfig, target: Path, *, is_imported: bool, is_trained: bool
+) -> JsonObject:
+  """Write the tokenizer of a run and return keys of config.json for its bos and eos.
+
+  Those of an imported config.json are kept, unless the model was trained to stop at other tokens.
+  """
   tokenizer = open_tokenizer(cfg)
   chat = open_chat(cfg, tokenizer)
   stop_token_ids = tokenizer.stop_token_ids
   if chat:
     stop_token_ids = chat.stop_token_ids
-  return write_tokenizer(cfg, tokenizer.bos, stop_token_ids, target)
+  keeps_ids = is_imported and bool(cfg.tokenizer_path)  # else tokens are bytes
+  if keeps_ids and is_trained:
+    named = read_tokenizer_config(local_tokenizer(cfg.tokenizer_path).parent).ids["eos_token"]
+    keeps_ids = set(stop_token_ids) <= set(named)
+  return write_tokenizer(cfg, tokenizer.bos, stop_token_ids, target, keeps_ids=keeps_ids)
 
 
 def to_peft(folder: str, argv: Sequence[str]) -> str:

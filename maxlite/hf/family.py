@@ -206,6 +206,13 @@ class HfFamily:
   # transformers holds all experts.
   peft_experts: Sequence[TensorRule] = ()
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
+  # The model_type of exports, if transformers has no class of the family's.
+  class_type: str = ""
+
+  @property
+  def exported_as(self) -> str:
+    """The model_type that an export has."""
+    return self.class_type or self.model_type
 
   def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:
     """Return our keys for the content of a config.json.

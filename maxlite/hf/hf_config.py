@@ -1,22 +1,27 @@
 """config.json: find the model's family and convert between its keys and ours."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import read_json_object
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
-from maxlite.config.schema import DEFAULTS, ModelConfig
+from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.config.values import Setting, parse
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
-from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
+from maxlite.hf.hf_folder import CONFIG, COPY_AGAIN, read_config, read_tensors
 from maxlite.hf.text_model import nested, text_values, with_alternatives
 
 LARGE = 10**6  # sizes up to this are plausible
+CONTEXT = "max_position_embeddings"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of an imported config.json about files that an export does not have.
+NOT_EXPORTED = ("auto_map", "quantization_config")
 
 
 def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
@@ -31,6 +36,20 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   family, values = _family_of(values, file)
   if quantization:
     _require_readable(quantization, family, file)
+  typed = _typed_keys(family, values, file)
+  _require_plausible(typed, directory)
+  if family.mtp is not None:
+    # transformers drops these layers when it saves a model, but keeps the key of config.json.
+    tensors = read_tensors(directory)
+    stored = family.mtp.stored_prefixes(typed["base_num_decoder_layers"], tensors)
+    typed["mtp_num_layers"] = min(typed["mtp_num_layers"], len(stored))
+  if family.alternatives:
+    family = with_alternatives(family, read_tensors(directory))
+  return family, typed
+
+
+def _typed_keys(family: HfFamily, values: JsonObject, file: Path) -> JsonObject:
+  """Return our keys for the values of a config.json, checked as those of a command line are."""
   try:
     keys = family.config_from_hf(values)
   except KeyError as error:
@@ -42,15 +61,7 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   for name, value in keys.items():
     setting = Setting(name, _as_text(value), str(file))
     typed[name] = parse(setting)
-  _require_plausible(typed, directory)
-  if family.mtp is not None:
-    # transformers drops these layers when it saves a model, but keeps the key of config.json.
-    tensors = read_tensors(directory)
-    stored = family.mtp.stored_prefixes(typed["base_num_decoder_layers"], tensors)
-    typed["mtp_num_layers"] = min(typed["mtp_num_layers"], len(stored))
-  if family.alternatives:
-    family = with_alternatives(family, read_tensors(directory))
-  return family, typed
+  return typed
 
 
 def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
@@ -92,7 +103,7 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, JsonObject]:
   for family in FAMILIES.values():
     if cfg.decoder_block not in (family.decoder_block, *family.variants):
       continue
-    hf = {"architectures": [family.architecture], "model_type": family.model_type}
+    hf = {"architectures": [family.architecture], "model_type": family.exported_as}
     hf |= family.config_to_hf(cfg)
     try:
       read_back = {"decoder_block": family.decoder_block} | family.config_from_hf(hf)
@@ -110,6 +121,73 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, JsonObject]:
     lost = " ".join(different)
     reason = f"no supported Hugging Face family has {lost}"
   raise UserError(f"{reason}: this model cannot be exported")
+
+
+def exported_config(
+  cfg: ModelConfig, sources: Sequence[Path], max_target_length: int, *, is_trained: bool
+) -> tuple[HfFamily, JsonObject, bool]:
+  """Return (family, config.json, whether it is one of `sources`) of the model `cfg`.
+
+  Args:
+    sources: files that may be the config.json from which the model was imported. The first that
+      describes it is written again, with what an export changes.
+    max_target_length: tokens of a row.
+    is_trained: whether it was trained on such rows, to which a smaller `max_position_embeddings`
+      of an import is raised.
+
+  Raises:
+    UserError: no family can express the model, or a file is damaged.
+  """
+  for file in sources:
+    imported = _imported_config(cfg, file) if file.is_file() else None
+    if imported is not None:
+      family, hf = imported
+      if is_trained:
+        hf = _with_context(family, hf, max_target_length)
+      return family, hf, True
+  family, hf = find_family(cfg)
+  # Some classes have a default of pad_token_id with which they refuse a small vocabulary.
+  return family, {"pad_token_id": None} | _with_context(family, hf, max_target_length), False
+
+
+def _imported_config(cfg: ModelConfig, file: Path) -> tuple[HfFamily, JsonObject] | None:
+  """Return (family, config.json) from the one that `cfg` was imported from; None for another's.
+
+  The model may have a larger vocabulary and fewer layers of multi-token prediction than `file`.
+  """
+  values = read_json_object(file, COPY_AGAIN)
+  try:
+    family, text = _family_of(values, file)
+    keys = _typed_keys(family, text, file)
+  except UserError:  # of a model that maxlite does not read
+    return None
+  family = FAMILIES[family.model_type]  # of the text model alone
+  changed = {"vocab_size": cfg.vocab_size, "mtp_num_layers": cfg.mtp_num_layers}
+  model = build(ModelConfig, DEFAULTS | keys | changed)
+  is_same = model.decoder_block == cfg.decoder_block and function_keys(model) == function_keys(cfg)
+  if not is_same or keys["vocab_size"] > cfg.vocab_size:
+    return None
+  # As in the files of transformers, which drops layers of multi-token prediction but not their key.
+  changed["vocab_size"] = keys["vocab_size"]
+  if cfg.mtp_num_layers:
+    changed["mtp_num_layers"] = keys["mtp_num_layers"]
+  before = family.config_to_hf(build(ModelConfig, DEFAULTS | keys | changed))
+  hf = {**text, **{name: values[name] for name in TOKEN_IDS if name in values}}
+  for name in NOT_EXPORTED:
+    hf.pop(name, None)
+  for name, value in family.config_to_hf(cfg).items():
+    if value != before.get(name):
+      hf[name] = value
+  hf |= {"architectures": [family.architecture], "model_type": family.exported_as}
+  return family, hf
+
+
+def _with_context(family: HfFamily, hf: JsonObject, max_target_length: int) -> JsonObject:
+  """Return `hf` with at least this context length, unless the model depends on the length."""
+  longer = hf | {CONTEXT: max(hf.get(CONTEXT) or 0, max_target_length)}
+  if CONTEXT not in hf or family.config_from_hf(longer) == family.config_from_hf(hf):
+    return longer
+  return hf
 
 
 def has_mtp_tensors(cfg: ModelConfig) -> bool:

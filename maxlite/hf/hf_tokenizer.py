@@ -40,14 +40,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
   Without a generation_config.json, one is written with the bos and eos ids of config.json. Raises
   UserError if a file is a link out of `source`.
   """
-  has_tokenizer = False
-  for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES):
-    path = source / name
-    if path.is_file():
-      require_own_file(path)
-      target.mkdir(exist_ok=True)
-      shutil.copyfile(path, target / name)
-      has_tokenizer = True
+  has_tokenizer = _copy_files(source, target)
   is_generation_known = (target / GENERATION).exists()
   if has_tokenizer and not is_generation_known and (source / FOLDER_CONFIG).is_file():
     config = read_config(source)
@@ -58,10 +51,31 @@ def copy_tokenizer(source: Path, target: Path) -> None:
       write_json(target / GENERATION, ids)
 
 
+def _copy_files(source: Path, target: Path) -> bool:
+  """Copy the tokenizer files of `source` into the folder `target`; return whether it has any."""
+  has_tokenizer = False
+  for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES):
+    path = source / name
+    if path.is_file():
+      require_own_file(path)
+      target.mkdir(exist_ok=True)
+      shutil.copyfile(path, target / name)
+      has_tokenizer = True
+  return has_tokenizer
+
+
 def write_tokenizer(
-  cfg: DataConfig, bos: int, stop_token_ids: Sequence[int], target: Path
+  cfg: DataConfig,
+  bos: int,
+  stop_token_ids: Sequence[int],
+  target: Path,
+  *,
+  keeps_ids: bool = False,
 ) -> JsonObject:
-  """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
+  """Write the tokenizer of a run and return the keys of config.json for its bos and eos.
+
+  With `keeps_ids` there are none, and those in an imported generation_config.json are kept.
+  """
   eos = stop_token_ids[0]
   ids: JsonObject = {_BOS: bos, _EOS: eos}
   if len(stop_token_ids) > 1:
@@ -69,6 +83,8 @@ def write_tokenizer(
   _write_files(cfg, bos, eos, target)
   if cfg.chat_template_path:
     shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
+  if keeps_ids:
+    return {}
   generation = target / GENERATION
   if generation.exists():
     write_json(generation, read_json_object(generation, COPY_AGAIN) | ids)
@@ -78,14 +94,16 @@ def write_tokenizer(
 def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
   """Write the tokenizer itself and, unless it has one, its tokenizer_config.json."""
   if cfg.tokenizer_type == "sentencepiece":
-    shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
+    path = local_tokenizer(cfg.tokenizer_path)
+    _copy_files(path.parent, target)
+    shutil.copyfile(path, target / SENTENCEPIECE)
     return
   if cfg.tokenizer_type == "byte":
     tokenizer = byte_tokenizer()
     tokenizer.save(str(target / MAIN))
   else:
     path = local_tokenizer(cfg.tokenizer_path)
-    copy_tokenizer(path.parent, target)
+    _copy_files(path.parent, target)
     shutil.copyfile(path, target / MAIN)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():

@@ -205,5 +205,7 @@ V3 = dataclasses.replace(
   unread=("num_mtp_layers", "qk_head_dim"),
 )
 # transformers has no class of this type: its files have every key.
-KIMI_K2 = dataclasses.replace(V3, model_type="kimi_k2", defaults={"rope_theta": 10_000.0})
+KIMI_K2 = dataclasses.replace(
+  V3, model_type="kimi_k2", class_type="deepseek_v3", defaults={"rope_theta": 10_000.0}
+)
 FAMILIES = (V2, V3, KIMI_K2)
