@@ -68,7 +68,7 @@ class RunFolder:
     self.config = self.directory / "config.yml"
     self.model = self.directory / MODEL_FILE  # only in an imported run: the keys of its model
     self.tokenizer = self.directory / self.TOKENIZER  # only in an imported run
-    self.source_config = self.directory / "source_config.json"  # in an imported run: config.json
+    self.source = self.directory / "source.json"  # only in an imported run; see conversion.py
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"

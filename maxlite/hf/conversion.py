@@ -39,8 +39,9 @@ from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.tokenizer_config import read_tokenizer_config
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
-from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors, shorten_list, write_json
+from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
+from maxlite.hf.import_source import read_source, write_source
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
 from maxlite.hf.text_model import other_parts
@@ -86,7 +87,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=copy))
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
-    write_json(RunFolder(temporary).source_config, read_config(directory))
+    write_source(RunFolder(temporary), directory, family, cfg.model)
     if copies_tokenizer:
       copy_tokenizer(directory, RunFolder(temporary).tokenizer)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
@@ -113,17 +114,23 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
     model = dataclasses.replace(model, mtp_num_layers=0)
   stored = _stored_parameters(cfg)
   is_trained = stored.directory.name != "0"
+  source = read_source(run_folder(cfg), cfg)
   family, hf, is_imported = exported_config(
-    model, _imported_configs(cfg), cfg.data.max_target_length, is_trained=is_trained
+    model, source.config, cfg.data.max_target_length, is_trained=is_trained
   )
   name = "torch_dtype" if "torch_dtype" in hf else "dtype"  # the name in older files
   hf[name] = model.weight_dtype
-  abstract = abstract_params(model)
+  # A separate reader, since `verify` counts every read.
+  abstract = source.with_types(abstract_params(model), _stored_parameters(cfg))
   with _created_at(target) as temporary:
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
       hf |= _export_tokenizer(cfg.data, temporary, is_imported=is_imported, is_trained=is_trained)
     write_json(temporary / "config.json", hf)
-    read = functools.partial(read_merged, stored, lora_alpha=cfg.model.lora.lora_alpha)
+
+    def read(path: str, index: Index) -> np.ndarray:
+      part = read_merged(stored, path, index, cfg.model.lora.lora_alpha)
+      return part.astype(abstract[path].dtype)
+
     write_weights(temporary, family, model, abstract, read)
     stored.verify()
   line = f"{target}: {_count(abstract):,} parameters of {stored.directory} as {family.model_type}"
@@ -134,14 +141,6 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   if cfg.model.mtp_num_layers > model.mtp_num_layers:
     line += "; its layers of multi-token prediction are omitted, since no such model_type has them"
   return line
-
-
-def _imported_configs(cfg: Config) -> list[Path]:
-  """Return where the config.json may be that the model of a run was imported from."""
-  files = [run_folder(cfg).source_config]
-  if cfg.checkpoint.load_parameters_path and cfg.data.tokenizer_path:
-    files.append(local_tokenizer(cfg.data.tokenizer_path).parent / CONFIG)
-  return files
 
 
 def _export_tokenizer(

@@ -1,11 +1,10 @@
 """config.json: find the model's family and convert between its keys and ours."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
@@ -14,7 +13,7 @@ from maxlite.config.values import Setting, parse
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import HfFamily
-from maxlite.hf.hf_folder import CONFIG, COPY_AGAIN, read_config, read_tensors
+from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.text_model import nested, text_values, with_alternatives
 
 LARGE = 10**6  # sizes up to this are plausible
@@ -124,38 +123,37 @@ def find_family(cfg: ModelConfig) -> tuple[HfFamily, JsonObject]:
 
 
 def exported_config(
-  cfg: ModelConfig, sources: Sequence[Path], max_target_length: int, *, is_trained: bool
+  cfg: ModelConfig, source: JsonObject | None, max_target_length: int, *, is_trained: bool
 ) -> tuple[HfFamily, JsonObject, bool]:
-  """Return (family, config.json, whether it is one of `sources`) of the model `cfg`.
+  """Return (family, config.json, whether it is `source`) of the model `cfg`.
 
   Args:
-    sources: files that may be the config.json from which the model was imported. The first that
-      describes it is written again, with what an export changes.
+    source: a config.json, from which the model may have been imported. If it describes the model,
+      it is returned with what an export changes.
     max_target_length: tokens of a row.
     is_trained: whether it was trained on such rows, to which a smaller `max_position_embeddings`
       of an import is raised.
 
   Raises:
-    UserError: no family can express the model, or a file is damaged.
+    UserError: no family can express the model.
   """
-  for file in sources:
-    imported = _imported_config(cfg, file) if file.is_file() else None
-    if imported is not None:
-      family, hf = imported
-      if is_trained:
-        hf = _with_context(family, hf, max_target_length)
-      return family, hf, True
+  imported = _imported_config(cfg, source or {})
+  if imported is not None:
+    family, hf = imported
+    if is_trained:
+      hf = _with_context(family, hf, max_target_length)
+    return family, hf, True
   family, hf = find_family(cfg)
   # Some classes have a default of pad_token_id with which they refuse a small vocabulary.
   return family, {"pad_token_id": None} | _with_context(family, hf, max_target_length), False
 
 
-def _imported_config(cfg: ModelConfig, file: Path) -> tuple[HfFamily, JsonObject] | None:
-  """Return (family, config.json) from the one that `cfg` was imported from; None for another's.
+def _imported_config(cfg: ModelConfig, values: JsonObject) -> tuple[HfFamily, JsonObject] | None:
+  """Return (family, config.json) if `cfg` was imported from the config.json `values`, else None.
 
-  The model may have a larger vocabulary and fewer layers of multi-token prediction than `file`.
+  The model may have a larger vocabulary and fewer layers of multi-token prediction than there.
   """
-  values = read_json_object(file, COPY_AGAIN)
+  file = Path(CONFIG)
   try:
     family, text = _family_of(values, file)
     keys = _typed_keys(family, text, file)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from config_variants import DYNAMIC, LLAMA3, LONGROPE, YARN, config_of
 from hf_measure import FIXTURES
+from safetensors.numpy import load_file, save_file
 from test_convert import converted
 
 from maxlite.checkpoint.parameters import write_parameters
@@ -40,7 +41,8 @@ def folder_of(path, values, model_type="llama"):
 def exported(folder, length=2 * LENGTH, is_trained=False, **changes):
   """The exported config.json of the import of `folder`, with changed keys of the model."""
   model = build(ModelConfig, DEFAULTS | model_keys(folder)[1] | changes)
-  return exported_config(model, [folder / "config.json"], length, is_trained=is_trained)[1]
+  source = json.loads((folder / "config.json").read_text())
+  return exported_config(model, source, length, is_trained=is_trained)[1]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -91,18 +93,17 @@ def test_a_changed_model_has_its_own_keys(tmp_path):
   assert changed["pad_token_id"] is None
 
 
-def test_a_config_json_of_another_model_is_left_aside(tmp_path):
+@pytest.mark.parametrize("source", [None, {"model_type": "mamba"}, config_of("qwen3")])
+def test_a_config_json_of_another_model_is_left_aside(source):
   model = build(ModelConfig, DEFAULTS | model_keys(FIXTURES / "llama")[1])
-  unknown = folder_of(tmp_path / "hf", {"model_type": "mamba", "hidden_size": 4})
-  sources = [folder / "config.json" for folder in (unknown, FIXTURES / "qwen3", tmp_path)]
-  family, hf, is_imported = exported_config(model, sources, 24, is_trained=False)
+  family, hf, is_imported = exported_config(model, source, 24, is_trained=False)
   assert (family.model_type, is_imported) == ("llama", False)
   assert "initializer_range" not in hf
   # Without the key, a class with another default, such as SmolLM3's, refuses a small vocabulary.
   assert hf["pad_token_id"] is None
 
 
-def test_the_text_model_of_a_larger_one_keeps_its_keys(tmp_path):
+def test_the_text_model_of_a_larger_one_keeps_its_keys():
   text = config_of("gemma4_text")
   larger = {
     "model_type": "gemma4",
@@ -110,9 +111,8 @@ def test_the_text_model_of_a_larger_one_keeps_its_keys(tmp_path):
     "eos_token_id": [1, 106],
     "boi_token_id": 5,
   }
-  folder = folder_of(tmp_path / "hf", larger)
   model = build(ModelConfig, DEFAULTS | model_keys(FIXTURES / "gemma4_text")[1])
-  hf = exported_config(model, [folder / "config.json"], 99, is_trained=False)[1]
+  hf = exported_config(model, larger, 99, is_trained=False)[1]
   assert hf == text | {"eos_token_id": [1, 106]}
 
 
@@ -165,3 +165,20 @@ def test_a_trained_model_stops_where_its_conversations_end(with_tokenizer):
   expected["config.json"] |= {"vocab_size": 320, "eos_token_id": [257, 9]}
   expected["generation_config.json"] |= {"eos_token_id": [257, 9]}
   assert jsons_of(out) == expected
+
+
+@pytest.mark.parametrize("bias", ["bfloat16", "float32"])
+def test_a_router_bias_keeps_its_type(tmp_path, bias):
+  folder = folder_of(tmp_path / "hf", config_of("glm4_moe"), "glm4_moe")
+  tensors = {}
+  for name, array in load_file(folder / "model.safetensors").items():
+    is_bias = name.endswith("e_score_correction_bias")
+    tensors[name] = array.astype(bias if is_bias else "bfloat16")
+  save_file(tensors, folder / "model.safetensors")
+  run = ["run_name=a", f"base_output_directory={tmp_path}", "weight_dtype=bfloat16"]
+  assert converted(["from_hf", folder, *run]) == 0
+  assert converted(["to_hf", *run, f"output_path={tmp_path}/out"]) == 0
+  found = load_file(tmp_path / "out" / "model.safetensors")
+  assert found.keys() == tensors.keys()
+  for name, array in tensors.items():
+    assert (found[name].dtype, found[name].tobytes()) == (array.dtype, array.tobytes()), name
