@@ -27,6 +27,10 @@ NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
   "sliding_attention": {"rope_type": "default", "rope_theta": 0.0},
 }
+# transformers pads the numbers of layers to equal length.
+PADDED = {
+  f"0{number}": sizes for number, sizes in config_of("gemma4_text")["per_layer_config"].items()
+}
 TRUNCATED = config_of("gpt_oss")["rope_parameters"] | {"truncate": None}
 # (model_type, removed key, other keys, our keys that follow)
 MEANINGS = [
@@ -68,6 +72,7 @@ MEANINGS = [
     {"global_head_dim": 8, "num_global_key_value_heads": 1},
     {"global_head_dim": 8, "global_num_kv_heads": 1},
   ),
+  ("gemma4_text", "", {"per_layer_config": PADDED}, {"global_head_dim": 8}),
   ("gemma4_text", "", {"use_bidirectional_attention": "vision"}, {"share_kv_projections": True}),
   ("glm4_moe_lite", "mlp_layer_types", {}, {"first_num_dense_layers": 1}),
   ("dots1", "layer_types", {}, {"first_num_dense_layers": 1}),
@@ -128,6 +133,8 @@ REFUSED = [
   ("gemma4_text", {"vocab_size_per_layer_input": 41}, "vocab_size_per_layer_input=41"),
   ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "has per_layer_config"),
   ("gemma4_text", {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}}, "has per_layer_config"),
+  ("gemma4_text", {"per_layer_config": {"last": {"head_dim": 8}}}, "has per_layer_config"),
+  ("gemma4_text", {"per_layer_config": PADDED | {"2": {"head_dim": 4}}}, "has per_layer_config"),
   ("gemma4_text", {"rope_parameters": NO_LOCAL_BASE}, "rope_theta=0.0 in rope_parameters.sliding"),
   ("gemma4_text", {"rope_theta": 77.0}, "has rope_theta, which maxlite does not read"),
   ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "has mlp_layer_types"),
