@@ -1,18 +1,21 @@
 """config.json: find the model's family and convert between its keys and ours."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
-from maxlite.config.schema import DEFAULTS, ModelConfig, build
+from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
+from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
-from maxlite.hf.family import HfFamily
+from maxlite.hf.family import WITHOUT_EFFECT, HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.text_model import nested, text_values, with_alternatives
 
@@ -36,12 +39,18 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   if quantization:
     _require_readable(quantization, family, file)
   typed = _typed_keys(family, values, file)
-  _require_plausible(typed, directory)
+  names = family.key_names(values)
+  _require_plausible(typed, directory, names)
   if family.mtp is not None:
     # transformers drops these layers when it saves a model, but keeps the key of config.json.
     tensors = read_tensors(directory)
     stored = family.mtp.stored_prefixes(typed["base_num_decoder_layers"], tensors)
     typed["mtp_num_layers"] = min(typed["mtp_num_layers"], len(stored))
+  # Rows so short that every model supports them; the run checks its own length.
+  any_run = {"dataset_type": "synthetic", "max_target_length": 8}
+  cfg: Config = build(Config, DEFAULTS | typed | any_run)
+  with _named_as_there(names):
+    validate(cfg, dict.fromkeys(typed, str(file)), needs_data=False)
   if family.alternatives:
     family = with_alternatives(family, read_tensors(directory))
   return family, typed
@@ -53,14 +62,38 @@ def _typed_keys(family: HfFamily, values: JsonObject, file: Path) -> JsonObject:
     keys = family.config_from_hf(values)
   except KeyError as error:
     raise UserError(f"{file} lacks {error}: copy it again") from None
+  except ZeroDivisionError:
+    raise UserError(f"{file} has {_zeros(values)}: a size cannot be 0") from None
   except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
     raise UserError(f"{file}: {error}") from None
   keys = {"decoder_block": family.decoder_block, **keys}
   typed = {}
-  for name, value in keys.items():
-    setting = Setting(name, _as_text(value), str(file))
-    typed[name] = parse(setting)
+  with _named_as_there(family.key_names(values)):
+    for name, value in keys.items():
+      setting = Setting(name, _as_text(value), str(file))
+      typed[name] = parse(setting)
   return typed
+
+
+def _zeros(values: Mapping[str, Json]) -> str:
+  """List the keys of a config.json, or of an object in it, that are 0."""
+  zeros = []
+  for name, value in values.items():
+    if isinstance(value, dict):
+      zeros.append(_zeros(value))
+    elif type(value) in (int, float) and not value and name not in WITHOUT_EFFECT:
+      zeros.append(f"{name}=0")
+  return ", ".join(filter(None, zeros))
+
+
+@contextlib.contextmanager
+def _named_as_there(names: Mapping[str, str]) -> Iterator[None]:
+  """Write the keys of config.json, `names` by our keys, in the message of a UserError."""
+  try:
+    yield
+  except UserError as error:
+    text = re.sub(r"\w+(?==)", lambda match: names.get(match[0], match[0]), str(error))
+    raise UserError(text) from None
 
 
 def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
@@ -197,7 +230,7 @@ def has_mtp_tensors(cfg: ModelConfig) -> bool:
   return False
 
 
-def _require_plausible(keys: Mapping[str, Json], directory: Path) -> None:
+def _require_plausible(keys: Mapping[str, Json], directory: Path, names: Mapping[str, str]) -> None:
   """Raise UserError for a size larger than all weights, before anything of that size is built."""
   tensors = read_tensors(directory)
   num_weights = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -205,8 +238,9 @@ def _require_plausible(keys: Mapping[str, Json], directory: Path) -> None:
   for name, value in keys.items():
     if isinstance(value, int) and value > limits.get(name, max(num_weights, LARGE)):
       raise UserError(
-        f"{directory / CONFIG} implies {name}={value}, but there are {num_weights} weights in all, "
-        f"in {len(tensors)} tensors: one of the two is of another model"
+        f"{directory / CONFIG} implies {names.get(name, name)}={value}, but there are "
+        f"{num_weights} weights in all, in {len(tensors)} tensors: one of the two is of another "
+        "model"
       )
 
 

@@ -27,7 +27,6 @@ from maxlite.config.schema import (
   OptimizerConfig,
   build,
 )
-from maxlite.config.validation import validate
 from maxlite.hf.hf_checkpoint import open_weights, params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.models.decoder import Decoder
@@ -211,9 +210,8 @@ class HfWeights(ModelWeights):
       dtype = "float32"
       if dtypes.isdisjoint({"F32", "F16"}):  # bfloat16 would round the fractions of float16
         dtype = "bfloat16"
-    cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
-    validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
-    self.model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
+    types = {"dtype": dtype, "weight_dtype": dtype}
+    self.model = build(ModelConfig, DEFAULTS | keys | types)
 
   def read(self, trainer: Trainer) -> dict[str, PyTree]:
     """Return the parameters, placed as those of `trainer`."""

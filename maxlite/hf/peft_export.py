@@ -13,7 +13,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
-from maxlite.hf.hf_folder import TensorFile, write_json
+from maxlite.hf.hf_folder import ADAPTER_CONFIG, TensorFile, write_json
 from maxlite.hf.peft_experts import (
   TargetParameter,
   is_of_all_experts,
@@ -23,7 +23,6 @@ from maxlite.hf.peft_experts import (
 )
 from maxlite.hf.tensor_mapping import EXPERT, axis_layout, tensor_mappings
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every tensor, since peft wraps the model
 _KERNEL = "kernel"  # the last part of a parameter's path
@@ -67,7 +66,7 @@ def write_adapter(
     _require_no_other_mlps(names)
   write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
   config = _peft_config(cfg, base, _target_modules(rules, names), targets)
-  write_json(directory / CONFIG, config)
+  write_json(directory / ADAPTER_CONFIG, config)
 
 
 def _peft_config(

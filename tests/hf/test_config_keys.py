@@ -27,6 +27,24 @@ NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
   "sliding_attention": {"rope_type": "default", "rope_theta": 0.0},
 }
+# What transformers 4 and unsloth write that has no effect.
+OLD_DUMP = {
+  "add_cross_attention": False,
+  "bad_words_ids": None,
+  "chunk_size_feed_forward": 0,
+  "cross_attention_hidden_size": None,
+  "decoder_start_token_id": None,
+  "gradient_checkpointing": False,
+  "is_decoder": False,
+  "is_encoder_decoder": False,
+  "prefix": None,
+  "pruned_heads": {},
+  "tf_legacy_loss": False,
+  "tie_encoder_decoder": False,
+  "unsloth_fixed": True,
+  "unsloth_version": "2025.3.19",
+  "use_bfloat16": False,
+}
 # transformers pads the numbers of layers to equal length.
 PADDED = {
   f"0{number}": sizes for number, sizes in config_of("gemma4_text")["per_layer_config"].items()
@@ -66,6 +84,9 @@ MEANINGS = [
   ),
   ("qwen2_moe", "norm_topk_prob", {}, {"norm_topk_prob": False}),
   ("gemma", "", {"hidden_act": "gelu"}, {"mlp_activations": ("gelu", "linear")}),
+  ("gemma2", "", {"hidden_activation": "gelu_new"}, {"mlp_activations": ("gelu", "linear")}),
+  ("llama", "", {"hidden_act": "swish"}, {"mlp_activations": ("silu", "linear")}),
+  ("llama", "", OLD_DUMP, {}),
   (
     "gemma4_text",
     "per_layer_config",
@@ -105,6 +126,9 @@ REFUSED = [
   ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types"),
   ("llama", {"is_causal": False}, "is_causal=False"),
   ("llama", {"is_causal": None}, "is_causal=None"),
+  ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+  ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads="),
+  ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
   ("llama", {"sliding_window": 4}, "sliding_window=4"),
   ("olmoe", {"sliding_window": 4}, "sliding_window=4"),
   ("mistral", {"sliding_window": 0}, "sliding_window=0"),

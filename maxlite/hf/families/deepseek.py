@@ -71,7 +71,12 @@ def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 def v3_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Refuse a number of key/value heads or a head_dim that latent attention cannot have."""
   _require_all_heads(keys)
-  hf.require(head_dim=keys["qk_rope_head_dim"])
+  num_rotated = keys["qk_rope_head_dim"]
+  if "head_dim" in hf and hf["head_dim"] != num_rotated:
+    raise UserError(
+      f"config.json has head_dim={hf['head_dim']} and qk_rope_head_dim={num_rotated}, of which the "
+      "first follows from the second in latent attention: remove head_dim, or write that number"
+    )
   return {}
 
 
