@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -37,13 +37,16 @@ from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatt
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.tokenizer_config import read_tokenizer_config
+from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
-from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
+from maxlite.hf.hf_folder import ADAPTER_CONFIG, read_tensors, shorten_list, write_json
 from maxlite.hf.hf_tokenizer import copy_tokenizer, tokenizer_keys, write_tokenizer
 from maxlite.hf.import_source import read_source, write_source
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
+from maxlite.hf.peft_import import PeftAdapter
+from maxlite.hf.tensor_mapping import tensor_mappings
 from maxlite.hf.text_model import other_parts
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, OPTIONAL_MODULE_KEYS, merge_lora
@@ -55,20 +58,29 @@ from maxlite.sharding.pytree import PyTree
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
 
-def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
+def run_conversion(command: str, folders: Sequence[str], argv: Sequence[str]) -> int:
   """Run a command of convert.USAGE and print a line about the result."""
   with report_wait(f"converting ({command})"):
-    line = COMMANDS[command](folder, argv)
+    line = COMMANDS[command](*folders, argv)
   sys.stdout.write(f"{line}\n")
   return 0
 
 
-def from_hf(folder: str, argv: Sequence[str]) -> str:
-  """Import the Hugging Face folder `folder` as the run named in `argv`."""
+def from_peft(adapter: str, folder: str, argv: Sequence[str]) -> str:
+  """Import the Hugging Face folder `folder` with an adapter of peft as the run named in `argv`."""
+  return from_hf(folder, argv, PeftAdapter(local_folder(adapter)))
+
+
+def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None) -> str:
+  """Import the Hugging Face folder `folder`, with `adapter`, as the run named in `argv`."""
   directory = local_folder(folder)
   family, keys = model_keys(directory)
   tokenizer = tokenizer_keys(directory)
-  cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
+  lora: JsonObject = {}
+  if adapter:
+    lora = adapter.keys
+    tokenizer = tokenizer_keys(adapter.directory) or tokenizer
+  cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer | lora, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
@@ -76,7 +88,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
-  read = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
+  read = _read_weights(directory, family, cfg, keys["vocab_size"], adapter)
   for path, chunked in read.items():
     counted = functools.partial(_counted, path, chunked, not_finite)
     params[path] = dataclasses.replace(chunked, chunks=counted)
@@ -86,10 +98,10 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     copy = join(target, RunFolder.TOKENIZER, Path(tokenizer_path).name)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer_path=copy))
   with _created_at(target) as temporary:
-    _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
+    _write_run(RunFolder(temporary), cfg, (*keys, *lora, *TOKENIZER), params)
     write_source(RunFolder(temporary), directory, family, cfg.model)
     if copies_tokenizer:
-      copy_tokenizer(directory, RunFolder(temporary).tokenizer)
+      copy_tokenizer(Path(tokenizer_path).parent, RunFolder(temporary).tokenizer)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
   damaged = {path for path, count in not_finite.items() if count}
   if damaged:
@@ -105,7 +117,20 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   return "; ".join(notes)
 
 
-def to_hf(_: str, argv: Sequence[str]) -> str:
+def _read_weights(
+  directory: Path, family: HfFamily, cfg: Config, vocab_size: int, adapter: PeftAdapter | None
+) -> dict[str, ChunkedArray]:
+  """Return {path: parameter} of the model in `directory`, and of its adapter."""
+  if adapter is None:
+    return params_from_hf(directory, family, cfg.model, vocab_size, abstract_params(cfg.model))
+  _require_unchanged(adapter.keys, flatten(cfg), f"{adapter.directory}/{ADAPTER_CONFIG}")
+  base, adapters = _split_adapters(abstract_params(cfg.model))
+  read = params_from_hf(directory, family, cfg.model, vocab_size, base)
+  mappings = tensor_mappings(family, cfg.model, base)
+  return read | adapter.read(family, cfg.model, mappings, adapters)
+
+
+def to_hf(argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
   cfg = config_of_run(argv)
   target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
@@ -177,13 +202,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   base = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   model = dataclasses.replace(base, lora=cfg.model.lora)
   stored = _stored_parameters(cfg)
-  base_leaves = {}
-  adapters = {}
-  for path, leaf in abstract_params(model).items():
-    if set(path.split("/")) & set(ADAPTER):
-      adapters[path] = leaf
-    else:
-      base_leaves[path] = leaf
+  base_leaves, adapters = _split_adapters(abstract_params(model))
   adapters = _trained(adapters, cfg)
   base_params = params_from_hf(directory, family, base, keys["vocab_size"], base_leaves)
   with _created_at(target) as temporary:
@@ -193,7 +212,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   return f"{target}: {_count(adapters):,} parameters of {stored.directory} for {directory}"
 
 
-def upcycle(_: str, argv: Sequence[str]) -> str:
+def upcycle(argv: Sequence[str]) -> str:
   """Create the run `output_path`, a mixture of experts, from the dense run named in `argv`."""
   requested = load_config(argv, needs_data=False)
   folder = run_folder(requested)
@@ -213,7 +232,13 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   return f"{target}: {_count(abstract):,} parameters of {stored.directory}"
 
 
-COMMANDS = {"from_hf": from_hf, "to_hf": to_hf, "to_peft": to_peft, "upcycle": upcycle}
+COMMANDS: dict[str, Callable[..., str]] = {
+  "from_hf": from_hf,
+  "from_peft": from_peft,
+  "to_hf": to_hf,
+  "to_peft": to_peft,
+  "upcycle": upcycle,
+}
 
 
 def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: float) -> np.ndarray:
@@ -232,6 +257,20 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
     rest = whole(stored.leaves[adapter]["shape"][len(layer) :])
     module[factor] = {name: jax.numpy.asarray(stored.read(adapter, (*layer, *rest)))}
   return np.asarray(merge_lora(module, lora_alpha)[name])
+
+
+def _split_adapters(
+  params: Mapping[str, jax.ShapeDtypeStruct],
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+  """Split {path: array} into (parameters of the base model, those of adapters)."""
+  base = {}
+  adapters = {}
+  for path, leaf in params.items():
+    if set(path.split("/")) & set(ADAPTER):
+      adapters[path] = leaf
+    else:
+      base[path] = leaf
+  return base, adapters
 
 
 def _trained(

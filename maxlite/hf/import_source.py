@@ -14,7 +14,7 @@ from maxlite.config import Config, UserError
 from maxlite.config.file_io import read_json_object
 from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import local_tokenizer
-from maxlite.config.schema import ModelConfig
+from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import open_weights
 from maxlite.hf.hf_folder import CONFIG, COPY_AGAIN, DTYPES, read_config, write_json
@@ -52,7 +52,7 @@ class ImportSource:
 def write_source(run: RunFolder, directory: Path, family: HfFamily, model: ModelConfig) -> None:
   """Keep what an export of the run needs of the folder `directory`, the source of `model`."""
   tensors = open_weights(directory)
-  params = abstract_params(model)
+  params = abstract_params(dataclasses.replace(model, lora=LoraConfig()))
   types = {}
   for mapping in tensor_mappings(family, model, params):
     for path in mapping.paths:

@@ -320,7 +320,7 @@ def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("args", "message"),
   [
-    ((), "write one of from_hf, to_hf, to_peft, upcycle"),
+    ((), "write one of from_hf, from_peft, to_hf, to_peft, upcycle"),
     (("from_hf",), "from_hf FOLDER is missing"),
     (("to_peft", "run_name=llama"), "to_peft FOLDER is missing"),
     (("from_hf", FIXTURES / "llama", "run_name=llama"), "already exists"),
