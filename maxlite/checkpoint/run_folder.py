@@ -74,6 +74,7 @@ class RunFolder:
     self.config = self.directory / "config.yml"
     self.model = self.directory / MODEL_FILE  # only in an imported run: the keys of its model
     self.tokenizer = self.directory / tokenizer_files.FOLDER  # if data have one
+    self.source = self.directory / "source.json"  # only in an imported run; see conversion.py
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"

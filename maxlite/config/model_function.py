@@ -6,6 +6,8 @@ from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import ModelConfig, TilesConfig, flatten
 from maxlite.config.schema.training_config import ParametrizationConfig
 
+# Keys of the types in which a model computes, which are the same for all models of a run.
+PRECISION = ("dtype", "quantization", "float32_gate_logits")
 # Keys of ModelConfig that determine how to compute or train the model, not which function it is.
 EXECUTION = {
   "dtype", "weight_dtype", "quantization", "attention", "attention_block_q",

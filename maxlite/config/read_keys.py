@@ -81,6 +81,7 @@ READ_KEYS: dict[str, set[str]] = {
   # Keys of training are those of `train_on`.
   "maxlite.open_run": _TRAIN - {"load_parameters_path", "from_run"} | {"member"},
   "maxlite.convert from_hf": _IMPORT - {"load_parameters_path", "from_run"},
+  "maxlite.convert from_peft": _IMPORT - {"load_parameters_path", "from_run"},
   "maxlite.convert to_hf": _NAMING | _TOKENIZER | {"output_path", "max_target_length"},
   "maxlite.convert to_peft": _NAMING | {"output_path"},
   "maxlite.convert upcycle": _IMPORT | {"output_path", "load_checkpoint"},
@@ -202,7 +203,7 @@ _CONDITIONS = (
 # Those that only training has; other commands read these keys without a condition.
 _OF_TRAINING = {"load_checkpoint", *_keys_of(GenerateConfig)}
 _TRAINING_COMMANDS = ("maxlite.train", "maxlite.plan")
-_CONVERSIONS = ("maxlite.convert from_hf", "maxlite.convert upcycle")
+_CONVERSIONS = tuple(f"maxlite.convert {name}" for name in ("from_hf", "from_peft", "upcycle"))
 
 
 def check_typed(

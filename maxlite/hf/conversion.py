@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,19 +24,31 @@ from maxlite.config.errors import write_line
 from maxlite.config.file_io import new_folder
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import ADDED_MODULES, EXECUTION
-from maxlite.config.object_store import is_remote, join, list_names, local_folder, upload
+from maxlite.config.object_store import (
+  is_remote,
+  join,
+  list_names,
+  local_folder,
+  local_tokenizer,
+  upload,
+)
 from maxlite.config.raw_values import show
 from maxlite.config.registry import SOURCES
-from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
+from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, ModelConfig, build, flatten
 from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenizer_config import read_tokenizer_config
+from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
-from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
-from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
+from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
+from maxlite.hf.hf_folder import ADAPTER_CONFIG, read_tensors, shorten_list, write_json
 from maxlite.hf.hf_tokenizer import tokenizer_keys, write_tokenizer
+from maxlite.hf.import_source import read_source, write_source
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.peft_export import write_adapter
+from maxlite.hf.peft_import import PeftAdapter
+from maxlite.hf.tensor_mapping import tensor_mappings
 from maxlite.hf.text_model import other_parts
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, merge_lora
@@ -48,20 +60,29 @@ from maxlite.training.model_weights import checkpoint_step
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
 
 
-def run_conversion(command: str, folder: str, argv: Sequence[str]) -> int:
+def run_conversion(command: str, folders: Sequence[str], argv: Sequence[str]) -> int:
   """Run a command of convert.USAGE and print a line about the result."""
   with report_wait(f"converting ({command})"):
-    line = COMMANDS[command](folder, argv)
+    line = COMMANDS[command](*folders, argv)
   write_line(line, sys.stdout)
   return 0
 
 
-def from_hf(folder: str, argv: Sequence[str]) -> str:
-  """Import the Hugging Face folder `folder` as the run named in `argv`."""
+def from_peft(adapter: str, folder: str, argv: Sequence[str]) -> str:
+  """Import the Hugging Face folder `folder` with an adapter of peft as the run named in `argv`."""
+  return from_hf(folder, argv, PeftAdapter(local_folder(adapter)))
+
+
+def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None) -> str:
+  """Import the Hugging Face folder `folder`, with `adapter`, as the run named in `argv`."""
   directory = local_folder(folder)
   family, keys = model_keys(directory)
   tokenizer = tokenizer_keys(directory)
-  cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
+  lora: JsonObject = {}
+  if adapter:
+    lora = adapter.keys
+    tokenizer = tokenizer_keys(adapter.directory) or tokenizer
+  cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer | lora, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
@@ -69,12 +90,13 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
-  read = params_from_hf(directory, family, cfg.model, keys["vocab_size"], abstract)
+  read = _read_weights(directory, family, cfg, keys["vocab_size"], adapter)
   for path, chunked in read.items():
     counted = functools.partial(_counted, path, chunked, not_finite)
     params[path] = dataclasses.replace(chunked, chunks=counted)
   with _created_at(target) as temporary:
-    _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
+    _write_run(RunFolder(temporary), cfg, (*keys, *lora, *TOKENIZER), params)
+    write_source(RunFolder(temporary), directory, family, cfg.model)
   notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
   damaged = {path for path, count in not_finite.items() if count}
   if damaged:
@@ -90,27 +112,45 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   return "; ".join(notes)
 
 
-def to_hf(_: str, argv: Sequence[str]) -> str:
+def _read_weights(
+  directory: Path, family: HfFamily, cfg: Config, vocab_size: int, adapter: PeftAdapter | None
+) -> dict[str, ChunkedArray]:
+  """Return {path: parameter} of the model in `directory`, and of its adapter."""
+  if adapter is None:
+    return params_from_hf(directory, family, cfg.model, vocab_size, abstract_params(cfg.model))
+  _require_unchanged(adapter.keys, flatten(cfg), f"{adapter.directory}/{ADAPTER_CONFIG}")
+  base, adapters = _split_adapters(abstract_params(cfg.model))
+  read = params_from_hf(directory, family, cfg.model, vocab_size, base)
+  mappings = tensor_mappings(family, cfg.model, base)
+  return read | adapter.read(family, cfg.model, mappings, adapters)
+
+
+def to_hf(argv: Sequence[str]) -> str:
   """Export the latest checkpoint of the run named in `argv` to the folder `output_path`."""
   cfg = config_of_run(argv, "maxlite.convert to_hf")
   target = _require_new(os.path.expanduser(cfg.convert.output_path), "output_path")
   model = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   if not has_mtp_tensors(model):
     model = dataclasses.replace(model, mtp_num_layers=0)
-  family, of_family = find_family(model)
-  hf = {
-    "dtype": model.weight_dtype,
-    "max_position_embeddings": cfg.data.max_target_length,
-    "pad_token_id": None,  # some classes have a default, with which they refuse a small vocabulary
-    **of_family,
-  }
   stored = _stored_parameters(cfg)
-  abstract = abstract_params(model)
+  is_trained = stored.directory.name != "0"
+  source = read_source(run_folder(cfg), cfg)
+  family, hf, is_imported = exported_config(
+    model, source.config, cfg.data.max_target_length, is_trained=is_trained
+  )
+  name = "torch_dtype" if "torch_dtype" in hf else "dtype"  # the name in older files
+  hf[name] = model.weight_dtype
+  # A separate reader, since `verify` counts every read.
+  abstract = source.with_types(abstract_params(model), _stored_parameters(cfg))
   with _created_at(target) as temporary:
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-      hf |= _export_tokenizer(cfg.data, temporary)
+      hf |= _export_tokenizer(cfg.data, temporary, is_imported=is_imported, is_trained=is_trained)
     write_json(temporary / "config.json", hf)
-    read = functools.partial(read_merged, stored, lora_alpha=cfg.model.lora.lora_alpha)
+
+    def read(path: str, index: Index) -> np.ndarray:
+      part = read_merged(stored, path, index, cfg.model.lora.lora_alpha)
+      return part.astype(abstract[path].dtype)
+
     write_weights(temporary, family, model, abstract, read)
     stored.verify()
   line = f"{target}: {_count(abstract):,} parameters of {stored.directory} as {family.model_type}"
@@ -123,14 +163,23 @@ def to_hf(_: str, argv: Sequence[str]) -> str:
   return line
 
 
-def _export_tokenizer(cfg: DataConfig, target: Path) -> JsonObject:
-  """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
+def _export_tokenizer(
+  cfg: DataConfig, target: Path, *, is_imported: bool, is_trained: bool
+) -> JsonObject:
+  """Write the tokenizer of a run and return keys of config.json for its bos and eos.
+
+  Those of an imported config.json are kept, unless the model was trained to stop at other tokens.
+  """
   tokenizer = open_tokenizer(cfg)
   chat = open_chat(cfg, tokenizer)
   stop_token_ids = tokenizer.stop_token_ids
   if chat:
     stop_token_ids = chat.stop_token_ids
-  return write_tokenizer(cfg, tokenizer.bos, stop_token_ids, target)
+  keeps_ids = is_imported and bool(cfg.tokenizer_path)  # else tokens are bytes
+  if keeps_ids and is_trained:
+    named = read_tokenizer_config(local_tokenizer(cfg.tokenizer_path).parent).ids["eos_token"]
+    keeps_ids = set(stop_token_ids) <= set(named)
+  return write_tokenizer(cfg, tokenizer.bos, stop_token_ids, target, keeps_ids=keeps_ids)
 
 
 def to_peft(folder: str, argv: Sequence[str]) -> str:
@@ -148,13 +197,7 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   base = dataclasses.replace(cfg.model, lora=LoraConfig(), num_draft_heads=0)
   model = dataclasses.replace(base, lora=cfg.model.lora)
   stored = _stored_parameters(cfg)
-  base_leaves = {}
-  adapters = {}
-  for path, leaf in abstract_params(model).items():
-    if set(path.split("/")) & set(ADAPTER):
-      adapters[path] = leaf
-    else:
-      base_leaves[path] = leaf
+  base_leaves, adapters = _split_adapters(abstract_params(model))
   adapters = _trained(adapters, cfg)
   base_params = params_from_hf(directory, family, base, keys["vocab_size"], base_leaves)
   with _created_at(target) as temporary:
@@ -164,14 +207,14 @@ def to_peft(folder: str, argv: Sequence[str]) -> str:
   return f"{target}: {_count(adapters):,} parameters of {stored.directory} for {directory}"
 
 
-def upcycle(_: str, argv: Sequence[str]) -> str:
+def upcycle(argv: Sequence[str]) -> str:
   """Create the run `output_path`, a mixture of experts, from the dense run named in `argv`."""
   requested = load_config(argv, needs_data=False)
   folder = run_folder(requested)
   if not folder.config.is_file():
     raise UserError(f"there is no run {folder.place}: train it first, or correct run_name")
   dense: Config = build(Config, read_saved(folder.config, requested))
-  stored = _stored_parameters(requested)
+  stored = _stored_parameters(requested, dense.model)
   cfg = upcycled_config(dense, without_files(argv), requested.convert.output_path)
   target = _new_run(cfg)
   abstract = abstract_params(cfg.model)
@@ -184,7 +227,13 @@ def upcycle(_: str, argv: Sequence[str]) -> str:
   return f"{target}: {_count(abstract):,} parameters of {stored.directory}"
 
 
-COMMANDS = {"from_hf": from_hf, "to_hf": to_hf, "to_peft": to_peft, "upcycle": upcycle}
+COMMANDS: dict[str, Callable[..., str]] = {
+  "from_hf": from_hf,
+  "from_peft": from_peft,
+  "to_hf": to_hf,
+  "to_peft": to_peft,
+  "upcycle": upcycle,
+}
 
 
 def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: float) -> np.ndarray:
@@ -203,6 +252,20 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
     rest = whole(stored.leaves[adapter]["shape"][len(layer) :])
     module[factor] = {name: jax.numpy.asarray(stored.read(adapter, (*layer, *rest)))}
   return np.asarray(merge_lora(module, lora_alpha)[name])
+
+
+def _split_adapters(
+  params: Mapping[str, jax.ShapeDtypeStruct],
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+  """Split {path: array} into (parameters of the base model, those of adapters)."""
+  base = {}
+  adapters = {}
+  for path, leaf in params.items():
+    if set(path.split("/")) & set(ADAPTER):
+      adapters[path] = leaf
+    else:
+      base[path] = leaf
+  return base, adapters
 
 
 def _trained(
@@ -276,13 +339,13 @@ def _require_new(path: str, key: str) -> str:
   return path
 
 
-def _stored_parameters(cfg: Config) -> StoredParameters:
+def _stored_parameters(cfg: Config, model: ModelConfig | None = None) -> StoredParameters:
   """Return the parameters of the run's checkpoint that `cfg` selects, by default the latest."""
   checkpoints = Checkpoints(
     cfg.checkpoint,
     run_folder(cfg).checkpoints,
     report=lambda line: None,
-    model=cfg.model,
+    model=model or cfg.model,
     allow_changes=cfg.run.allow_changes,
   )
   step = checkpoint_step(run_folder(cfg), cfg.checkpoint.load_checkpoint)

@@ -1,6 +1,7 @@
 """A Hugging Face model family as data: the keys of its config.json and the names of its tensors."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from maxlite.config.errors import UserError
@@ -8,7 +9,7 @@ from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
-from maxlite.hf.hf_rope import rope_from_hf, rope_to_hf
+from maxlite.hf.hf_rope import ROPE_KEYS, rope_from_hf, rope_to_hf
 
 # Keys without effect on what a model computes from its weights. Keys of losses and dropout concern
 # training, which uses our own keys.
@@ -17,21 +18,25 @@ WITHOUT_EFFECT = {
   "_commit_hash", "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype",
   "eos_token_id", "max_position_embeddings", "model_type", "name_or_path", "pad_token_id",
   "quantization_config", "sep_token_id", "tokenizer_class", "torch_dtype", "transformers_version",
+  "tie_encoder_decoder", "unsloth_fixed", "unsloth_version",
   # Of training, of other tasks, and of outputs.
   "attention_dropout", "aux_loss_alpha", "finetuning_task", "id2label", "initializer_range",
   "label2id", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
   "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-  "task_specific_params",
+  "task_specific_params", "gradient_checkpointing", "neftune_noise_alpha", "tf_legacy_loss",
   # Of the implementation.
-  "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+  "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+  "_flash_attn_2_enabled", "attn_implementation", "chunk_size_feed_forward",
+  "_experts_implementation", "is_decoder", "is_llama_config", "xla_device",
   "cache_implementation", "ep_size", "pretraining_tp", "torchscript", "use_bfloat16", "use_cache",
   # Of generation.
-  "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
-  "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-  "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
-  "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
-  "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
-  "temperature", "top_k", "top_p", "typical_p",
+  "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+  "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+  "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+  "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+  "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+  "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k",
+  "top_p", "typical_p",
 }  # fmt: skip
 
 
@@ -130,6 +135,30 @@ DECODER_KEYS = (
 )
 
 
+# Further pairs of our keys and those of config.json, for messages.
+OTHER_NAMES = (
+  ("base_num_kv_heads", "num_key_value_heads"),
+  ("logits_via_embedding", "tie_word_embeddings"),
+  ("base_mlp_dim", "intermediate_size"),
+  ("base_moe_mlp_dim", "moe_intermediate_size"),
+  ("num_experts_per_tok", "top_k_experts"),
+)
+# Names of the activations of ACTIVATIONS for which transformers has other formulas or spellings.
+SYNONYMS = {
+  "silu": ("swish",),
+  "gelu_pytorch_tanh": ("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh"),
+}
+# Keys of older versions of transformers, whose other values concern encoders.
+OF_DECODERS: dict[str, Json] = {
+  "add_cross_attention": False,
+  "cross_attention_hidden_size": None,
+  "is_encoder_decoder": False,
+  "prefix": None,
+  "pruned_heads": {},
+  "use_mrope": False,
+}
+
+
 def _nothing_more(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   return {}
 
@@ -206,6 +235,13 @@ class HfFamily:
   # transformers holds all experts.
   peft_experts: Sequence[TensorRule] = ()
   quantized: str = ""  # quant_method of config.json that can be read, such as mxfp4
+  # The model_type of exports, if transformers has no class of the family's.
+  class_type: str = ""
+
+  @property
+  def exported_as(self) -> str:
+    """The model_type that an export has."""
+    return self.class_type or self.model_type
 
   def config_from_hf(self, values: Mapping[str, Json]) -> JsonObject:
     """Return our keys for the content of a config.json.
@@ -217,8 +253,9 @@ class HfFamily:
     hf = ConfigJson(values, self.defaults, self.nullable)
     model = MODELS[self.decoder_block]
     hf.require(is_causal=True, attention_bias=self._attention_bias, mlp_bias=False)
-    hf.require(**self.required)
-    if hf.get(self.activation_key) not in self.activation_aliases:
+    hf.require(**(OF_DECODERS | dict(self.required)))
+    activations = (*self.activation_aliases, *SYNONYMS[self.activation])
+    if hf.get(self.activation_key) not in activations:
       hf.require(**{self.activation_key: self.activation})
     if "sliding_window" not in (*self.defaults, *self.unread):
       hf.require(sliding_window=None)
@@ -245,6 +282,16 @@ class HfFamily:
     keys |= self.extra_from_hf(hf, keys)
     hf.require_no_others(WITHOUT_EFFECT | set(self.unread))
     return keys
+
+  def key_names(self, values: Collection[str]) -> dict[str, str]:
+    """Return {our key: the key with its value} for a config.json with the keys `values`."""
+    names = {"rope_max_timescale": "rope_theta"}
+    names |= {ours: theirs for ours, theirs in OTHER_NAMES if theirs in values}
+    for key in (*DECODER_KEYS, *self.keys, *itertools.chain(*ROPE_KEYS.values())):
+      names[key.ours] = key.theirs
+      if key.alias in values:
+        names[key.ours] = key.alias
+    return names
 
   def config_to_hf(self, cfg: ModelConfig) -> JsonObject:
     """Return the content of a config.json; the inverse of `config_from_hf`."""
@@ -314,6 +361,8 @@ def _num_kv_heads(hf: ConfigJson) -> int:
 def _head_dim(hf: ConfigJson) -> int:
   """Return the size of a head; classes without a default divide the width by the heads."""
   head_dim = None
+  if not hf["num_attention_heads"]:
+    raise UserError("config.json has num_attention_heads=0: write a number from 1")
   if "head_dim" in hf or hf.default("head_dim") is not None:
     head_dim = hf["head_dim"]
   if head_dim is None:

@@ -56,7 +56,7 @@ def params_from_hf(
     unexpected -= _copies_in_mtp_layers(directory, family, cfg, tensors, by_name)
     unexpected -= _tensors_of_unread_mtp_layers(family.mtp, cfg, tensors)
   if cfg.logits_via_embedding:
-    unexpected -= _copies_of_embedding(family, tensors, by_name)
+    unexpected -= _copies_of_embedding(directory, family, tensors, by_name)
   missing = set(by_name) - set(tensors)
   if missing:
     raise UserError(f"{directory} lacks {len(missing)} tensors: {shorten_list(missing)}")
@@ -175,17 +175,27 @@ def _with_vocab_size(mapping: TensorMapping, vocab_size: int) -> TensorMapping:
 
 
 def _copies_of_embedding(
-  family: HfFamily, tensors: Mapping[str, TensorEntry], mappings: Mapping[str, TensorMapping]
+  directory: Path,
+  family: HfFamily,
+  tensors: Mapping[str, TensorEntry],
+  mappings: Mapping[str, TensorMapping],
 ) -> set[str]:
-  """Return the output projection if a tied model's files have one that equals the embedding."""
+  """Return the output projection if a tied model's files have one, which equals the embedding.
+
+  Raises:
+    UserError: it differs.
+  """
   outer = {rule.paths[0]: rule.theirs for rule in family.outer}
   table = outer["embed/embedding"]
   copy = outer["unembed/kernel"]
   if table not in tensors or copy not in tensors:
     return set()
-  if _are_equal(tensors[copy], tensors[table], mappings[table]):
-    return {copy}
-  return set()
+  if not _are_equal(tensors[copy], tensors[table], mappings[table]):
+    raise UserError(
+      f"{directory} has {copy}, which differs from {table}, but config.json has "
+      "tie_word_embeddings=true: write false there, or remove what transformers ignores then"
+    )
+  return {copy}
 
 
 def _are_equal(copy: TensorEntry, original: TensorEntry, mapping: TensorMapping) -> bool:

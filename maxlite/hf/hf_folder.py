@@ -38,6 +38,10 @@ PACKED: dict[str, np.dtype] = {
   "I32": np.dtype("int32"),
   "I64": np.dtype("int64"),
 }
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
+# Embeddings of models, and of the text models of larger ones, without an output projection.
+_EMBEDDINGS = ("embed_tokens.weight", "language_model.embed_tokens.weight")
+_OUTSIDE = ("lm_head.", "mtp.")  # begin the names of tensors that have no prefix
 ALIGNMENT = 8  # the first tensor of a file starts at a multiple of this many bytes
 
 
@@ -142,19 +146,45 @@ def read_config(directory: Path) -> JsonObject:
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
   """Return {name: entry} of all weights of the folder.
 
+  Names of a model that was saved without its output projection get the prefix that they have with
+  it, as in transformers.
+
   Raises:
-    UserError: weights are missing, damaged, or do not match the index.
+    UserError: weights are missing or damaged, do not match the index, or are not all.
   """
-  if not (directory / INDEX).exists():
-    if not (directory / SINGLE).is_file():
-      raise UserError(
-        f"{directory} has neither {SINGLE} nor {INDEX}: save the weights as safetensors"
-      )
-    return read_header(directory / SINGLE)
+  if (directory / ADAPTER_CONFIG).exists():
+    raise UserError(
+      f"{directory} has {ADAPTER_CONFIG} beside the weights, an adapter that transformers applies: "
+      "move its files to another folder and import both with `python -m maxlite.convert from_peft "
+      "ADAPTER FOLDER`, or remove them"
+    )
+  if (directory / INDEX).exists():
+    tensors = _read_shards(directory)
+  elif (directory / SINGLE).is_file():
+    tensors = read_header(directory / SINGLE)
+  else:
+    raise UserError(
+      f"{directory} has neither {SINGLE} nor {INDEX}: save the weights as safetensors"
+    )
+  if tensors.keys().isdisjoint(_EMBEDDINGS):
+    return tensors
+  prefixed = {}
+  for name, entry in tensors.items():
+    prefixed[name if name.startswith(_OUTSIDE) else f"model.{name}"] = entry
+  return prefixed
+
+
+def _read_shards(directory: Path) -> dict[str, TensorEntry]:
+  """Return {name: entry} of the files that the index names."""
   index = directory / INDEX
   file_of = read_json_object(index, COPY_AGAIN).get("weight_map")
   if not isinstance(file_of, dict) or not all(isinstance(v, str) for v in file_of.values()):
     raise UserError(f'{index} has no "weight_map" from tensors to files: {COPY_AGAIN}')
+  if (directory / SINGLE).exists() and SINGLE not in file_of.values():
+    raise UserError(
+      f"{directory} has {SINGLE} and, without it, {INDEX}: transformers reads the first, other "
+      "tools the second; remove the one that is not of this model"
+    )
   tensors: dict[str, TensorEntry] = {}
   for name in sorted(set(file_of.values())):
     expected = {tensor for tensor, file in file_of.items() if file == name}

@@ -271,7 +271,10 @@ def rope_to_hf(cfg: ModelConfig) -> JsonObject:
   keys = {"rope_parameters": scaling | base, **base}
   if kind == "default":
     return keys
-  length = rope.original_max_position_embeddings
-  if kind != "dynamic":
-    length = int(length * rope.rope_factor)
-  return keys | {"rope_scaling": scaling, "max_position_embeddings": length}
+  keys["rope_scaling"] = scaling
+  if kind != "linear":
+    length = rope.original_max_position_embeddings
+    if kind != "dynamic":
+      length = int(length * rope.rope_factor)
+    keys["max_position_embeddings"] = length
+  return keys

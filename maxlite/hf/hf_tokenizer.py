@@ -12,8 +12,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import ByteTokenizer
-from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
-from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
+from maxlite.hf.hf_folder import COPY_AGAIN, write_json
 
 MAIN = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -34,34 +33,27 @@ def tokenizer_keys(directory: Path) -> dict[str, str]:
   return {}
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-  """Copy the tokenizer files of `source`, if any, into the new folder `target`.
-
-  Without a generation_config.json, one is written with the bos and eos ids of config.json. Raises
-  UserError if a file is a link out of `source`.
-  """
-  has_tokenizer = False
+def _copy_files(source: Path, target: Path) -> None:
+  """Copy the tokenizer files of `source` into the folder `target`."""
   for name in (MAIN, SENTENCEPIECE, *EXTRA_FILES):
     path = source / name
     if path.is_file():
       require_own_file(path)
-      target.mkdir(exist_ok=True)
       shutil.copyfile(path, target / name)
-      has_tokenizer = True
-  is_generation_known = (target / GENERATION).exists()
-  if has_tokenizer and not is_generation_known and (source / FOLDER_CONFIG).is_file():
-    config = read_config(source)
-    if isinstance(config.get("text_config"), dict):  # of a model that reads images too
-      config = config["text_config"] | config
-    ids = {name: config[name] for name in (_BOS, _EOS) if config.get(name) is not None}
-    if ids:
-      write_json(target / GENERATION, ids)
 
 
 def write_tokenizer(
-  cfg: DataConfig, bos: int, stop_token_ids: Sequence[int], target: Path
+  cfg: DataConfig,
+  bos: int,
+  stop_token_ids: Sequence[int],
+  target: Path,
+  *,
+  keeps_ids: bool = False,
 ) -> JsonObject:
-  """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
+  """Write the tokenizer of a run and return the keys of config.json for its bos and eos.
+
+  With `keeps_ids` there are none, and those in an imported generation_config.json are kept.
+  """
   eos = stop_token_ids[0]
   ids: JsonObject = {_BOS: bos, _EOS: eos}
   if len(stop_token_ids) > 1:
@@ -69,6 +61,8 @@ def write_tokenizer(
   _write_files(cfg, bos, eos, target)
   if cfg.chat_template_path:
     shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
+  if keeps_ids:
+    return {}
   generation = target / GENERATION
   if generation.exists():
     write_json(generation, read_json_object(generation, COPY_AGAIN) | ids)
@@ -78,14 +72,16 @@ def write_tokenizer(
 def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
   """Write the tokenizer itself and, unless it has one, its tokenizer_config.json."""
   if cfg.tokenizer_type == "sentencepiece":
-    shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
+    path = local_tokenizer(cfg.tokenizer_path)
+    _copy_files(path.parent, target)
+    shutil.copyfile(path, target / SENTENCEPIECE)
     return
   if cfg.tokenizer_type == "byte":
     tokenizer = byte_tokenizer()
     tokenizer.save(str(target / MAIN))
   else:
     path = local_tokenizer(cfg.tokenizer_path)
-    copy_tokenizer(path.parent, target)
+    _copy_files(path.parent, target)
     shutil.copyfile(path, target / MAIN)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -29,11 +28,9 @@ from maxlite.config.schema import (
   OptimizerConfig,
   build,
 )
-from maxlite.config.validation import validate
 from maxlite.data.batch import token_ids
 from maxlite.hf.hf_checkpoint import open_weights, params_from_hf
 from maxlite.hf.hf_config import model_keys
-from maxlite.hf.hf_folder import DTYPES
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
@@ -94,7 +91,7 @@ def load(
   Args:
     path: the run folder, or the folder with config.json.
     dtype: the type of parameters and activations, `float32` or `bfloat16`. The default is that of
-      the run; for a Hugging Face folder float32 if any weight has it, else bfloat16.
+      the run; for a Hugging Face folder bfloat16 if it holds all weights exactly, else float32.
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
     plugins: the plug-ins that the run needs. They are code, so the run alone cannot import them.
     trust_plugins: import the plug-ins that the run names.
@@ -216,13 +213,12 @@ class HfWeights(ModelWeights):
     self._folder = folder
     self._family, keys = model_keys(folder)
     if dtype is None:
-      dtypes = {DTYPES.get(tensor.dtype) for tensor in open_weights(folder).values()}
-      dtype = "bfloat16"
-      if np.dtype("float32") in dtypes:
-        dtype = "float32"
-    cfg: Config = build(Config, DEFAULTS | keys | {"dataset_type": "synthetic"})
-    validate(cfg, dict.fromkeys(keys, f"{folder}/config.json"), needs_data=False)
-    self.model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
+      dtypes = {tensor.dtype for tensor in open_weights(folder).values()}
+      dtype = "float32"
+      if dtypes.isdisjoint({"F32", "F16"}):  # bfloat16 would round the fractions of float16
+        dtype = "bfloat16"
+    types = {"dtype": dtype, "weight_dtype": dtype}
+    self.model = build(ModelConfig, DEFAULTS | keys | types)
 
   def read(self, trainer: Trainer) -> dict[str, PyTree]:
     """Return the parameters, placed as those of `trainer`."""

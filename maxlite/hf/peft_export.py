@@ -13,7 +13,7 @@ from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
-from maxlite.hf.hf_folder import TensorFile, write_json
+from maxlite.hf.hf_folder import ADAPTER_CONFIG, TensorFile, write_json
 from maxlite.hf.peft_experts import (
   TargetParameter,
   is_of_all_experts,
@@ -23,9 +23,8 @@ from maxlite.hf.peft_experts import (
 )
 from maxlite.hf.tensor_mapping import EXPERT, axis_layout, tensor_mappings
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of every tensor, since peft wraps the model
+PREFIX = "base_model.model."  # of every tensor, since peft wraps the model
 _KERNEL = "kernel"  # the last part of a parameter's path
 _WEIGHT = ".weight"  # the end of a tensor's name
 _RANK = "z"  # the axis of the adapter's rank
@@ -67,7 +66,7 @@ def write_adapter(
     _require_no_other_mlps(names)
   write_tensors(TensorFile(directory / WEIGHTS, described(mappings)), mappings, params, read)
   config = _peft_config(cfg, base, _target_modules(rules, names), targets)
-  write_json(directory / CONFIG, config)
+  write_json(directory / ADAPTER_CONFIG, config)
 
 
 def _peft_config(
@@ -111,7 +110,7 @@ def _adapter_family(
   """
   outer: list[TensorRule] = []
   for rule in family.outer:
-    outer += _adapter_rules(dataclasses.replace(rule, theirs=_PREFIX + rule.theirs))
+    outer += _adapter_rules(dataclasses.replace(rule, theirs=PREFIX + rule.theirs))
   adapters: list[TensorRule] = []
   for rule in block:
     adapters += _adapter_rules(rule)
@@ -122,7 +121,7 @@ def _adapter_family(
     outer=outer,
     block=adapters,
     extra_block=lambda cfg: (),
-    layer_prefix=_PREFIX + family.layer_prefix,
+    layer_prefix=PREFIX + family.layer_prefix,
   )
 
 
@@ -186,7 +185,7 @@ def _require_no_other_mlps(tensors: Sequence[str]) -> None:
       of_experts.append(module)
   if of_experts:
     raise UserError(
-      f"peft takes {of_experts[0].removeprefix(_PREFIX)} for a projection of experts and cannot "
+      f"peft takes {of_experts[0].removeprefix(PREFIX)} for a projection of experts and cannot "
       "load it: train adapters of attention and of routed experts alone, with train: "
       "['.*attention/.*lora_.*', '.*moe/lora_.*'], or use to_hf, which merges them"
     )

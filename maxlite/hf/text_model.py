@@ -11,7 +11,7 @@ from pathlib import Path
 
 from maxlite.config.errors import UserError
 from maxlite.config.json_values import JsonObject
-from maxlite.hf.family import WITHOUT_EFFECT, HfFamily, TensorRule
+from maxlite.hf.family import OF_DECODERS, WITHOUT_EFFECT, HfFamily, TensorRule
 
 TEXT = "text_config"
 _MODEL = "model."
@@ -44,7 +44,8 @@ def text_values(values: JsonObject, family: HfFamily, file: Path) -> JsonObject:
     )
   known = WITHOUT_EFFECT | {TEXT, _TIED}
   for name in sorted(set(values) - known):
-    if not re.fullmatch(_OF_OTHER_INPUTS, name):
+    is_neutral = name in OF_DECODERS and values[name] == OF_DECODERS[name]
+    if not is_neutral and not re.fullmatch(_OF_OTHER_INPUTS, name):
       raise UserError(
         f"{file} has {name} beside {TEXT}, which maxlite does not read and which may change what "
         "the model computes: remove it, or choose another checkpoint"

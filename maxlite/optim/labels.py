@@ -22,6 +22,7 @@ Labels = PyTree
 
 NO_DECAY = r"(^|/|_)(scale|bias|rate)$"  # norms, biases and rates of decay
 STACKED = ("layers", "exp", "ensemble")  # axes that stack matrices and are not a side of one
+WIDTHS = ("embed", "embed_no_exp", "q_lora", "kv_lora")  # of which a hidden matrix has one
 
 
 def path_of(key_path: tuple) -> str:
@@ -201,8 +202,9 @@ def state_names(opt_state: optax.OptState, params: PyTree, names: PyTree) -> PyT
 def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   """(input axes, output axes) of a hidden weight matrix; None for all other parameters.
 
-  One side of every hidden matrix is the model width. Embeddings and unembeddings (which have a
-  vocabulary side), norms, biases and low-rank adapters are not hidden matrices.
+  One side of every hidden matrix is the model width, or the latent that latent attention projects
+  up. Embeddings and unembeddings (which have a vocabulary side), norms, biases, depthwise
+  convolutions and low-rank adapters are not hidden matrices.
   """
   if "vocab" in names or "lora_rank" in names:
     return None
@@ -211,7 +213,7 @@ def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   for axis, name in enumerate(names):
     if name in STACKED:
       continue
-    if name.startswith("embed"):
+    if name in WIDTHS:
       width.append(axis)
     else:
       others.append(axis)

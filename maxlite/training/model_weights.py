@@ -13,17 +13,24 @@ from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, UserError, read_saved
-from maxlite.config.model_function import ADDED_MODULES, function_keys
+from maxlite.config.model_function import ADDED_MODULES, PRECISION, function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
 from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.rules import check_rules
-from maxlite.config.schema import DEFAULTS, ModelConfig, PhasesConfig, TrainingConfig, build
+from maxlite.config.schema import (
+  DEFAULTS,
+  ModelConfig,
+  PhasesConfig,
+  TrainingConfig,
+  build,
+  flatten,
+)
 from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.metrics.writers import METRICS, read_rows
-from maxlite.optim.labels import Labels, split
+from maxlite.optim.labels import Labels, path_of, split
 from maxlite.phases.phase_plan import PhasePlan
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
@@ -142,8 +149,12 @@ def read_parameters(trainer: Trainer) -> PyTree:
     )
   if jax.process_index() == 0:
     _report_differences(f"{key}={path}", weights.model, trainer.cfg.model)
-  dtype = trainer.cfg.model.weight_dtype
-  return jax.tree.map(lambda leaf: leaf.astype(dtype), weights.read(other))
+  types = {path: leaf.dtype for path, leaf in leaves_by_path(wanted).items()}
+
+  def typed(key_path: tuple, leaf: jax.Array) -> jax.Array:
+    return leaf.astype(types[path_of(key_path)])
+
+  return jax.tree.map_with_path(typed, weights.read(other))
 
 
 def _shapes(params: PyTree) -> dict[str, tuple[int, ...]]:
@@ -171,6 +182,8 @@ def open_weights_of(
 ) -> tuple[ModelWeights, Trainer]:
   """The weights in `folder`, and a trainer of their model on the mesh and batches of a run.
 
+  The trainer has the types of the stored weights, and computes in those of the run.
+
   Args:
     reader: the config of the run that reads them.
     devices: of that run.
@@ -179,10 +192,11 @@ def open_weights_of(
     UserError: the folder is damaged, or the mesh does not divide the model.
   """
   weights = WEIGHT_FORMATS[folder.format](folder.path, reader)
-  cfg = dataclasses.replace(
-    reader, model=weights.model, phasing=PhasesConfig(), training=TrainingConfig()
-  )
-  without_drafts = dataclasses.replace(weights.model, num_draft_heads=0)  # as no phase trains them
+  of_reader = flatten(reader.model)
+  precision = {name: of_reader[name] for name in PRECISION}
+  model = build(ModelConfig, flatten(weights.model) | precision)
+  cfg = dataclasses.replace(reader, model=model, phasing=PhasesConfig(), training=TrainingConfig())
+  without_drafts = dataclasses.replace(model, num_draft_heads=0)  # as no phase trains them
   # The data are the reader's, whose rules its own loss and model follow.
   without_data = dataclasses.replace(cfg.data, dataset_type="synthetic", packing=True)
   checked = dataclasses.replace(cfg, model=without_drafts, data=without_data)

@@ -27,6 +27,28 @@ NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
   "sliding_attention": {"rope_type": "default", "rope_theta": 0.0},
 }
+# What transformers 4 and unsloth write that has no effect.
+OLD_DUMP = {
+  "add_cross_attention": False,
+  "bad_words_ids": None,
+  "chunk_size_feed_forward": 0,
+  "cross_attention_hidden_size": None,
+  "decoder_start_token_id": None,
+  "gradient_checkpointing": False,
+  "is_decoder": False,
+  "is_encoder_decoder": False,
+  "prefix": None,
+  "pruned_heads": {},
+  "tf_legacy_loss": False,
+  "tie_encoder_decoder": False,
+  "unsloth_fixed": True,
+  "unsloth_version": "2025.3.19",
+  "use_bfloat16": False,
+}
+# transformers pads the numbers of layers to equal length.
+PADDED = {
+  f"0{number}": sizes for number, sizes in config_of("gemma4_text")["per_layer_config"].items()
+}
 TRUNCATED = config_of("gpt_oss")["rope_parameters"] | {"truncate": None}
 # (model_type, removed key, other keys, our keys that follow)
 MEANINGS = [
@@ -62,12 +84,16 @@ MEANINGS = [
   ),
   ("qwen2_moe", "norm_topk_prob", {}, {"norm_topk_prob": False}),
   ("gemma", "", {"hidden_act": "gelu"}, {"mlp_activations": ("gelu", "linear")}),
+  ("gemma2", "", {"hidden_activation": "gelu_new"}, {"mlp_activations": ("gelu", "linear")}),
+  ("llama", "", {"hidden_act": "swish"}, {"mlp_activations": ("silu", "linear")}),
+  ("llama", "", OLD_DUMP, {}),
   (
     "gemma4_text",
     "per_layer_config",
     {"global_head_dim": 8, "num_global_key_value_heads": 1},
     {"global_head_dim": 8, "global_num_kv_heads": 1},
   ),
+  ("gemma4_text", "", {"per_layer_config": PADDED}, {"global_head_dim": 8}),
   ("gemma4_text", "", {"use_bidirectional_attention": "vision"}, {"share_kv_projections": True}),
   ("glm4_moe_lite", "mlp_layer_types", {}, {"first_num_dense_layers": 1}),
   ("dots1", "layer_types", {}, {"first_num_dense_layers": 1}),
@@ -100,6 +126,9 @@ REFUSED = [
   ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types"),
   ("llama", {"is_causal": False}, "is_causal=False"),
   ("llama", {"is_causal": None}, "is_causal=None"),
+  ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+  ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads="),
+  ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
   ("llama", {"sliding_window": 4}, "sliding_window=4"),
   ("olmoe", {"sliding_window": 4}, "sliding_window=4"),
   ("mistral", {"sliding_window": 0}, "sliding_window=0"),
@@ -128,6 +157,8 @@ REFUSED = [
   ("gemma4_text", {"vocab_size_per_layer_input": 41}, "vocab_size_per_layer_input=41"),
   ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "has per_layer_config"),
   ("gemma4_text", {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}}, "has per_layer_config"),
+  ("gemma4_text", {"per_layer_config": {"last": {"head_dim": 8}}}, "has per_layer_config"),
+  ("gemma4_text", {"per_layer_config": PADDED | {"2": {"head_dim": 4}}}, "has per_layer_config"),
   ("gemma4_text", {"rope_parameters": NO_LOCAL_BASE}, "rope_theta=0.0 in rope_parameters.sliding"),
   ("gemma4_text", {"rope_theta": 77.0}, "has rope_theta, which maxlite does not read"),
   ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "has mlp_layer_types"),

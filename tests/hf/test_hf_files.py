@@ -11,6 +11,7 @@ import pytest
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
 
+import maxlite
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import DTYPES, FolderWriter, read_header, read_tensors
 
@@ -103,6 +104,32 @@ def test_an_invalid_index_raises(tmp_path, text):
     read_tensors(tmp_path)
 
 
+def test_a_file_beside_shards_of_other_weights_raises(tmp_path):
+  write(tmp_path, shard_bytes=100)
+  (shard, *_) = tmp_path.glob("*.safetensors")
+  shutil.copyfile(shard, tmp_path / "model.safetensors")
+  with pytest.raises(ValueError, match=r"has model\.safetensors and, without it, .*index\.json"):
+    read_tensors(tmp_path)
+
+
+def test_an_adapter_beside_the_weights_raises(tmp_path):
+  folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+  (folder / "adapter_config.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"has adapter_config\.json beside .*from_peft"):
+    maxlite.load(folder)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_next"])
+def test_weights_without_an_output_projection_have_no_prefix(tmp_path, model_type):
+  folder = shutil.copytree(FIXTURES / model_type, tmp_path / "model")
+  tensors = load_file(folder / "model.safetensors")
+  base = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+  save_file(base, folder / "model.safetensors")
+  assert values(folder).keys() == tensors.keys()
+  for name, array in values(folder).items():
+    np.testing.assert_array_equal(array, tensors[name])
+
+
 def packed(header, num_bytes=8, length=None):
   """Content of a file with this header and `num_bytes` bytes of data."""
   text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -187,6 +214,7 @@ def keys_of(llama, config):
   return model_keys(llama)[1]
 
 
+ZERO_LENGTH = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 0}
 CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
 
 
@@ -195,18 +223,23 @@ CONFIG = json.loads((FIXTURES / "llama" / "config.json").read_text())
   [
     ({"model_type": "mamba"}, "model_type='mamba'; supported are llama, "),
     ({"model_type": ["llama"]}, "supported are llama, "),
-    ({"hidden_size": "wide"}, "base_emb_dim=wide"),
+    ({"hidden_size": "wide"}, "hidden_size=wide"),
     ({"hidden_size": None}, "hidden_size=null, which has no meaning: remove it for the default"),
-    ({"hidden_size": 10**30}, "base_emb_dim"),
+    ({"hidden_size": 10**30}, "hidden_size=1000"),
     ({"hidden_size": 2**30}, "there are .* weights in all"),
     ({"num_hidden_layers": 2**30}, "there are .* weights in all"),
-    ({"num_hidden_layers": -1}, "base_num_decoder_layers=-1"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ({"num_hidden_layers": 10**6}, "there are .* weights in all, in .* tensors"),
-    ({"num_key_value_heads": 0}, "base_num_kv_heads=0"),
-    ({"rope_theta": 0, "rope_parameters": None}, "rope_max_timescale=0"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_max_timescale=0"),
-    ({"num_attention_heads": 0, "head_dim": None}, "config.json: "),
-    ({"rms_norm_eps": "tiny"}, "normalization_layer_epsilon=tiny"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    ({"rope_theta": 0, "rope_parameters": None}, "rope_theta=0"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0"),
+    ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0"),
+    ({"num_attention_heads": 3}, "num_attention_heads=3 with num_key_value_heads=2: query heads"),
+    ({"intermediate_size": 0}, "intermediate_size=0 is below 1"),
+    ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 is below 0"),
+    ({"tie_word_embeddings": 0}, "tie_word_embeddings=0 is not true or false"),
+    ({"rope_parameters": ZERO_LENGTH}, "original_max_position_embeddings=0"),
+    ({"rms_norm_eps": "tiny"}, "rms_norm_eps=tiny"),
     ({"hidden_act": "cos"}, "hidden_act='cos'"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
     ({"rope_parameters": "default"}, "config.json: "),

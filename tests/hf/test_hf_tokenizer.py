@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from maxlite.config.errors import UserError
-from maxlite.config.schema import DataConfig
+from maxlite.config.schema import DataConfig, flatten
+from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.tokenizer import open_tokenizer
-from maxlite.hf.hf_tokenizer import byte_tokenizer, copy_tokenizer, write_tokenizer
+from maxlite.hf.hf_tokenizer import byte_tokenizer, write_tokenizer
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "chat" / "plain.jinja"
 
@@ -28,17 +29,21 @@ def config_of(folder, **keys):
   return DataConfig(tokenizer_type="huggingface", tokenizer_path=path, **keys)
 
 
+def copied(source, run):
+  """The tokenizer of `source` in the folder of a run."""
+  copy_tokenizer(flatten(config_of(source)), run)
+  return run / "tokenizer"
+
+
 def test_stop_tokens_of_config_json_are_kept(source, tmp_path):
-  copy_tokenizer(source, tmp_path / "run")
-  assert not (tmp_path / "run" / "config.json").exists()
-  tokenizer = open_tokenizer(config_of(tmp_path / "run"))
+  tokenizer = open_tokenizer(config_of(copied(source, tmp_path / "run")))
   assert (tokenizer.bos, tokenizer.stop_token_ids) == (256, (257, 65))
 
 
 def test_an_existing_generation_config_is_not_modified(source, tmp_path):
   (source / "generation_config.json").write_text('{"eos_token_id": 66}')
-  copy_tokenizer(source, tmp_path / "run")
-  assert open_tokenizer(config_of(tmp_path / "run")).stop_token_ids == (66,)
+  copy = copied(source, tmp_path / "run")
+  assert open_tokenizer(config_of(copy)).stop_token_ids == (66,)
 
 
 def test_stop_tokens_and_template_of_a_run_are_exported(source, tmp_path):
@@ -71,5 +76,5 @@ def test_a_link_to_another_folder_is_not_copied(source, tmp_path):
   (tmp_path / "secret").write_text("{}")
   (source / "added_tokens.json").symlink_to(tmp_path / "secret")
   with pytest.raises(UserError, match=r"added_tokens\.json is a link to .*secret: replace it"):
-    copy_tokenizer(source, tmp_path / "run")
-  assert not (tmp_path / "run" / "added_tokens.json").exists()
+    copied(source, tmp_path / "run")
+  assert not (tmp_path / "run" / "tokenizer").exists()

@@ -7,11 +7,13 @@ import optax
 import pytest
 from flax.linen import meta
 
+from maxlite.config.model_families import MODELS
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
 from maxlite.optim.labels import (
+  STACKED,
   decay_mask,
   frozen_paths,
   labels_of,
@@ -57,6 +59,18 @@ MATRICES = {
     "layers/moe/wo": ((2,), (3,)),
   },
 }
+# Latent attention: down-projections of the residual stream, up-projections of the latents.
+LATENT = {
+  "query_down/kernel": ((0,), (1,)),
+  "query_norm/scale": None,
+  "query/kernel": ((0,), (1, 2)),
+  "kv_down/kernel": ((0,), (1,)),
+  "kv_norm/scale": None,
+  "kv_up/kernel": ((0,), (1, 2)),
+  "out/kernel": ((0, 1), (2,)),
+}
+# The ends of the paths of parameters with several axes, beside stacked ones, that are no matrices.
+NO_MATRIX = ("embedding", "unembed/kernel", "bias", "_conv")
 
 
 @pytest.fixture(scope="module", params=MATRICES)
@@ -80,6 +94,34 @@ def by_path(tree):
 def test_matrix_axes_of_every_parameter(family, boxed_params):
   names = by_path(logical_names(boxed_params))
   assert {path: matrix_axes(leaf) for path, leaf in names.items()} == MATRICES[family]
+
+
+def names_of(**keys):
+  """The logical axes of every parameter, by path, of a small model that does not scan layers."""
+  small = {"scan_layers": False, "base_num_decoder_layers": 4, "num_experts": 4}
+  cfg = build(Config, DEFAULTS | small | keys).model
+  model = Decoder(cfg, Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])))
+  tokens_BT = jnp.zeros((1, 4), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), tokens_BT)["params"]
+  return by_path(logical_names(params))
+
+
+def test_matrix_axes_of_latent_attention():
+  names = names_of(decoder_block="deepseek", q_lora_rank=8)
+  prefix = "layers_0/attention/"
+  found = {}
+  for path, axes in names.items():
+    if path.startswith(prefix):
+      found[path.removeprefix(prefix)] = matrix_axes(axes)
+  assert found == LATENT
+
+
+@pytest.mark.parametrize("decoder_block", MODELS)
+def test_every_hidden_kernel_is_a_matrix(decoder_block):
+  for path, axes in names_of(decoder_block=decoder_block, q_lora_rank=8).items():
+    unstacked = [axis for axis in axes if axis not in STACKED]
+    is_hidden = len(unstacked) > 1 and not path.endswith(NO_MATRIX)
+    assert (matrix_axes(axes) is not None) == is_hidden, path
 
 
 def test_matrix_axes_do_not_depend_on_scan():

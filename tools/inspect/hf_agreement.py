@@ -32,7 +32,7 @@ def main() -> None:
   argv = ["max_new_tokens=100", *sys.argv[1:]]
   cfg = config_of_run(argv)
   with tempfile.TemporaryDirectory() as root:
-    to_hf("", [*argv, f"output_path={root}/out"])
+    to_hf([*argv, f"output_path={root}/out"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{root}/out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"{root}/out")
   model, params = maxlite.load(run_folder(cfg).directory)

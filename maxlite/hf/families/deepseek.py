@@ -71,7 +71,12 @@ def _v2_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 def v3_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Refuse a number of key/value heads or a head_dim that latent attention cannot have."""
   _require_all_heads(keys)
-  hf.require(head_dim=keys["qk_rope_head_dim"])
+  num_rotated = keys["qk_rope_head_dim"]
+  if "head_dim" in hf and hf["head_dim"] != num_rotated:
+    raise UserError(
+      f"config.json has head_dim={hf['head_dim']} and qk_rope_head_dim={num_rotated}, of which the "
+      "first follows from the second in latent attention: remove head_dim, or write that number"
+    )
   return {}
 
 
@@ -205,5 +210,7 @@ V3 = dataclasses.replace(
   unread=("num_mtp_layers", "qk_head_dim"),
 )
 # transformers has no class of this type: its files have every key.
-KIMI_K2 = dataclasses.replace(V3, model_type="kimi_k2", defaults={"rope_theta": 10_000.0})
+KIMI_K2 = dataclasses.replace(
+  V3, model_type="kimi_k2", class_type="deepseek_v3", defaults={"rope_theta": 10_000.0}
+)
 FAMILIES = (V2, V3, KIMI_K2)

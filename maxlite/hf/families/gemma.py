@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
@@ -31,6 +32,8 @@ POST_NORMS = (
 def _extra_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   _require_causal(hf, keys)
   scalar = hf["query_pre_attn_scalar"]
+  if scalar <= 0:
+    raise UserError(f"config.json has query_pre_attn_scalar={scalar}: write a positive number")
   if scalar == keys["head_dim"]:
     return {"query_pre_attn_scalar": 0.0}
   return {"query_pre_attn_scalar": float(scalar)}

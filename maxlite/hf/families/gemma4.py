@@ -106,13 +106,19 @@ def _global_sizes(hf: ConfigJson, interval: int) -> tuple[int, int]:
     num_kv_heads = hf["num_key_value_heads"]
   if by_layer is None:
     return head_dim, num_kv_heads
-  # transformers does not read the other keys beside per_layer_config.
-  of_global: JsonObject = dict(by_layer.get(str(interval - 1), {}))
+  # transformers does not read the other keys beside per_layer_config. It pads the numbers of layers
+  # with zeros to equal length.
+  by_number = {}
+  for number, sizes_of_layer in by_layer.items():
+    by_number[int(number) if number.isdecimal() else number] = sizes_of_layer
+  of_global: JsonObject = dict(by_number.get(interval - 1, {}))
   expected = {}
   if of_global:
     numbers = range(interval - 1, hf["num_hidden_layers"], interval)
-    expected = {str(number): of_global for number in numbers}
-  if by_layer != expected or set(of_global) - {"head_dim", "num_key_value_heads"}:
+    expected = dict.fromkeys(numbers, of_global)
+  is_ambiguous = len(by_number) < len(by_layer)
+  others = set(of_global) - {"head_dim", "num_key_value_heads"}
+  if by_number != expected or is_ambiguous or others:
     raise UserError(
       f"config.json has per_layer_config={by_layer}, but maxlite supports only one head_dim and "
       "num_key_value_heads for all global layers: choose another checkpoint"

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from maxlite.checkpoint.checksum import tree_hash
@@ -16,7 +17,7 @@ from maxlite.metrics.waits import report_wait
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.model_folders import ModelFolder
 from maxlite.training.model_weights import ModelWeights, open_weights_of
-from maxlite.training.trainer import Trainer
+from maxlite.training.trainer import Trainer, build_trainer
 from maxlite.training.transforms.step_transform import StepTransform
 
 
@@ -25,7 +26,8 @@ class FrozenModel:
   """A model whose predictions a loss reads."""
 
   weights: ModelWeights
-  trainer: Trainer  # Of this model, on the mesh and batches of the trained one.
+  stored: Trainer  # Of this model as it is stored, on the mesh and batches of the trained one.
+  trainer: Trainer  # The same, whose weights have 16 bits if those of the trained model do.
 
 
 class FrozenModels(StepTransform):
@@ -50,8 +52,14 @@ class FrozenModels(StepTransform):
     models = []
     devices = list(self._mesh.devices.flat)
     for folder in self._folders:
-      weights, trainer = open_weights_of(folder, self._cfg, devices)
-      models.append(FrozenModel(weights, trainer))
+      weights, stored = open_weights_of(folder, self._cfg, devices)
+      trainer = stored
+      # float32 holds the values of bfloat16, so that the smaller type of the two is kept.
+      is_rounded = self._cfg.model.weight_dtype == "bfloat16"
+      if is_rounded and stored.cfg.model.weight_dtype != "bfloat16":
+        model = dataclasses.replace(stored.cfg.model, weight_dtype="bfloat16")
+        trainer = build_trainer(dataclasses.replace(stored.cfg, model=model), devices)
+      models.append(FrozenModel(weights, stored, trainer))
     return models
 
   @functools.cached_property
@@ -59,7 +67,7 @@ class FrozenModels(StepTransform):
     """The parameters of every model: their moving averages if it has them."""
     models = self.models
     with report_wait(f"reading the {self._name}"):
-      return tuple(model.weights.read_averages(model.trainer) for model in models)
+      return tuple(map(_read, models))
 
   def inputs(self) -> Mapping[str, PyTree]:
     return {self._name: self.params}
@@ -79,3 +87,13 @@ class FrozenModels(StepTransform):
       trainer = model.trainer
       total += train_flops(trainer.cfg.model, trainer.parameter_sizes, batch_shape).total
     return total / (1 + BACKWARD_OVER_FORWARD)
+
+
+def _read(model: FrozenModel) -> PyTree:
+  """The parameters of a model, or their moving averages, in the types of its trainer."""
+
+  def typed(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return leaf.astype(like.dtype)
+
+  params = model.weights.read_averages(model.stored)
+  return jax.tree.map(typed, params, model.trainer.abstract_state.params)
