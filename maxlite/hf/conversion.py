@@ -29,6 +29,7 @@ from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, build, flatten
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, has_mtp_tensors, model_keys
 from maxlite.hf.hf_folder import read_tensors, shorten_list, write_json
@@ -62,8 +63,9 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
+  tokenizer_note = ""
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-    open_tokenizer(cfg.data)  # raises if it is damaged
+    tokenizer_note = _check_tokenizer(cfg)
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
@@ -90,9 +92,21 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     notes.append(f"only the text model, without {shorten_list(left_out)}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
+  if tokenizer_note:
+    notes.append(tokenizer_note)
   if not tokenizer and cfg.data.tokenizer_type == "byte":
     notes.append("the folder has no tokenizer.json or tokenizer.model: using byte tokens")
   return "; ".join(notes)
+
+
+def _check_tokenizer(cfg: Config) -> str:
+  """Return a note if the tokenizer has ids that the model lacks; raise UserError if damaged."""
+  tokenizer = open_tokenizer(cfg.data)
+  try:
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+  except UserError as error:
+    return f"{error} in another import, before it can be used"
+  return ""
 
 
 def to_hf(_: str, argv: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from maxlite.config.file_io import read_json_object, require_own_file
 from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxlite.hf.hf_folder import CONFIG as FOLDER_CONFIG
 from maxlite.hf.hf_folder import COPY_AGAIN, read_config, write_json
 
@@ -21,6 +21,7 @@ CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 CHAT = "chat_template.jinja"
 EXTRA_FILES = (CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT, GENERATION)
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}  # in the template of a post-processor
 _BOS = "bos_token_id"
 _EOS = "eos_token_id"
 
@@ -59,7 +60,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_tokenizer(
-  cfg: DataConfig, bos: int, stop_token_ids: Sequence[int], target: Path
+  cfg: DataConfig, bos: int | None, stop_token_ids: Sequence[int], target: Path
 ) -> JsonObject:
   """Write the tokenizer of a run and return the keys of config.json for its bos and eos."""
   eos = stop_token_ids[0]
@@ -71,14 +72,16 @@ def write_tokenizer(
     shutil.copyfile(Path(cfg.chat_template_path).expanduser(), target / CHAT)
   generation = target / GENERATION
   if generation.exists():
-    write_json(generation, read_json_object(generation, COPY_AGAIN) | ids)
+    known = {key: value for key, value in ids.items() if value is not None}
+    write_json(generation, read_json_object(generation, COPY_AGAIN) | known)
   return ids
 
 
-def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
+def _write_files(cfg: DataConfig, bos: int | None, eos: int, target: Path) -> None:
   """Write the tokenizer itself and, unless it has one, its tokenizer_config.json."""
   if cfg.tokenizer_type == "sentencepiece":
     shutil.copyfile(local_tokenizer(cfg.tokenizer_path), target / SENTENCEPIECE)
+    write_json(target / CONFIG, {"add_bos_token": bool(open_tokenizer(cfg).prefix_ids)})
     return
   if cfg.tokenizer_type == "byte":
     tokenizer = byte_tokenizer()
@@ -87,14 +90,45 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     path = local_tokenizer(cfg.tokenizer_path)
     copy_tokenizer(path.parent, target)
     shutil.copyfile(path, target / MAIN)
+    if cfg.add_bos != "auto":
+      _set_prefix(target / MAIN, open_tokenizer(cfg).prefix_ids)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():
     config = {
       "tokenizer_class": "PreTrainedTokenizerFast",
-      "bos_token": tokenizer.id_to_token(bos),
       "eos_token": tokenizer.id_to_token(eos),
     }
+    if bos is not None:
+      config["bos_token"] = tokenizer.id_to_token(bos)
     write_json(target / CONFIG, config)
+
+
+def _set_prefix(file: Path, prefix_ids: Sequence[int]) -> None:
+  """Make the post-processor of a tokenizer.json put `prefix_ids` before a text."""
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  content = read_json_object(file, COPY_AGAIN)
+  post_processor = content["post_processor"] or {}
+  parts = post_processor.get("processors", [post_processor])
+  template = {
+    "type": "TemplateProcessing",
+    "single": [_TEXT],
+    "pair": [_TEXT],
+    "special_tokens": {},
+  }
+  others = []
+  for part in parts:
+    if part.get("type") == template["type"]:
+      template = part
+    elif part.get("type") == "ByteLevel":
+      others.append(part)
+  tokens = [tokenizer.id_to_token(i) for i in prefix_ids]
+  for token, i in zip(tokens, prefix_ids, strict=True):
+    template["special_tokens"][token] = {"id": token, "ids": [i], "tokens": [token]}
+  prefix = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+  first = next(n for n, piece in enumerate(template["single"]) if "Sequence" in piece)
+  template["single"] = [*prefix, *template["single"][first:]]
+  content["post_processor"] = {"type": "Sequence", "processors": [*others, template]}
+  write_json(file, content)
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -172,7 +172,14 @@ class Engine:
     num_tokens = len(request.prompt)
     limit = self.max_length
     if not num_tokens:
-      raise UserError("the prompt has no tokens: begin it with the tokenizer's bos token")
+      raise UserError(
+        "the prompt is empty, and the tokenizer puts no token before a text: write a prompt, or "
+        "set add_bos=true"
+      )
+    vocab_size = self._model.cfg.vocab_size
+    for token in (min(request.prompt), max(request.prompt)):
+      if not 0 <= token < vocab_size:
+        raise UserError(f"prompt: token {token} is outside of the model's vocab_size={vocab_size}")
     if request.max_new_tokens < 1:
       raise UserError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
     if num_tokens >= limit:

@@ -183,7 +183,8 @@ def test_a_full_queue_rejects_others_until_a_client_disconnects(
   [
     ([], "JSON object"),
     ({"prompt": 7}, "prompt must be"),
-    ({"prompt": [[1], [99]]}, "99 is outside the vocabulary of 48"),
+    ({"prompt": [[1], [99]]}, "token 99 is outside of the model's vocab_size=48"),
+    ({"prompt": [10**30]}, "is outside of the model's vocab_size=48"),
     ({"prompt": "a", "max_tokens": 99}, "request at most 22"),
     ({"prompt": "a" * 24}, "25 tokens, .* is 24: shorten it to at most 23"),
     ({"prompt": "a", "max_tokens": 0.5}, "max_tokens=0.5 must be an integer"),

@@ -6,9 +6,9 @@ python docs/examples/tutorial/train_tokenizer.py FOLDER tokenizer.json 1024
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-EOS = "<|endoftext|>"  # separates documents, and ends completions
+EOS = "<|endoftext|>"  # before and after a document, and ends completions
 
 
 def main() -> None:
@@ -22,6 +22,9 @@ def main() -> None:
   )
   files = sorted(str(file) for file in Path(folder).rglob("*") if file.is_file())
   tokenizer.train(files, trainer)
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
+  )
   tokenizer.save(output)
   sys.stdout.write(f"{output}: {tokenizer.get_vocab_size()} tokens from {len(files)} files\n")
 

@@ -52,15 +52,17 @@ class EngineThread:
         "(decode_batch_size and serve_queue_size): send fewer in one request"
       )
 
+  def check(self, request: GenerationRequest) -> None:
+    """Raise UserError if no row can hold a request."""
+    self._batcher.engine.check(request)
+
   def submit(self, on_event: dict[GenerationRequest, OnEvent]) -> None:
-    """Accept all of these requests, or none.
+    """Accept all of these requests, which `check` accepts, or none.
 
     Raises:
-      UserError: no row can hold a request, or there are more than are ever accepted.
+      UserError: there are more than are ever accepted.
       QueueFullError: the queue has no room for them.
     """
-    for request in on_event:
-      self._batcher.engine.check(request)
     self.check_number(len(on_event))
     with self._changed:
       if len(self._on_event) + len(on_event) > self.max_active:

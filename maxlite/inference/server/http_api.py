@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from maxlite.config.errors import UserError
-from maxlite.data.tokenizer import Tokenizer
+from maxlite.data.tokenizer import Tokenizer, encode_prompt
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
@@ -234,21 +234,18 @@ class Api:
       max_tokens = max(self._max_length - longest, 1)
     completions: list[_Completion] = []
     for index, prompt in enumerate(prompts):
-      detokenizer = Detokenizer(self._tokenizer.decode, request.stop_strings)
       generation_request = request.generation_request(prompt, max_tokens, index)
+      self._engine_thread.check(generation_request)
+      detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
       completions.append(_Completion(generation_request, detokenizer))
     return request, completions
 
   def _tokens(self, prompt: Prompt) -> list[int]:
-    """The tokens of a prompt: for text the bos token and its encoding."""
+    """Return the tokens of a prompt."""
     if isinstance(prompt, str):
       text = prompt.encode(errors="replace")  # JSON can encode half of a surrogate pair
       self._require_short(len(text))
-      return [self._tokenizer.bos, *map(int, self._tokenizer.encode(text))]
-    if max(prompt) >= self._tokenizer.size:
-      raise UserError(
-        f"prompt: token {max(prompt)} is outside the vocabulary of {self._tokenizer.size} tokens"
-      )
+      return encode_prompt(self._tokenizer, text)
     return list(prompt)
 
   def _require_short(self, num_bytes: int) -> None:
