@@ -199,7 +199,8 @@ class HuggingFaceTokenizer(Tokenizer):
   def _mark_special(self, spelling: Mapping[int, str]) -> dict[str, int]:
     """Mark bos and the stop tokens as special, as not all files do; return all special tokens."""
     added = self._tokenizer.get_added_tokens_decoder()
-    for i in {self.bos, *self.stop_token_ids} - {None}:
+    bos = () if self.bos is None else (self.bos,)
+    for i in {*bos, *self.stop_token_ids}:
       if i not in added or not added[i].special:
         self._tokenizer.add_special_tokens([tokenizers.AddedToken(spelling[i], special=True)])
     added = self._tokenizer.get_added_tokens_decoder()

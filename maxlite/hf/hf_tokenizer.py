@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -109,7 +110,7 @@ def _set_prefix(file: Path, prefix_ids: Sequence[int]) -> None:
   content = read_json_object(file, COPY_AGAIN)
   post_processor = content["post_processor"] or {}
   parts = post_processor.get("processors", [post_processor])
-  template = {
+  template: dict[str, Any] = {
     "type": "TemplateProcessing",
     "single": [_TEXT],
     "pair": [_TEXT],

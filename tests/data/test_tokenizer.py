@@ -105,9 +105,20 @@ def test_a_special_token_spelled_in_a_document_is_plain_text(tmp_path):
   assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_bos_and_eos_differ_if_both_exist(tmp_path):
-  tokenizer = TOKENIZERS["huggingface"](save_huggingface(tmp_path, ("<s>", "</s>")))
+def test_a_common_spelling_is_bos_unless_files_name_other_tokens(tmp_path):
+  path = save_huggingface(tmp_path, ("<s>", "</s>"))
+  tokenizer = TOKENIZERS["huggingface"](path)
   assert (tokenizer.bos, tokenizer.eos) == (0, 1)
+  assert tokenizer.special_tokens_map == {"bos_token": "<s>", "eos_token": "</s>"}
+  for name, content in (
+    ("config", {"eos_token_id": 1}),
+    ("tokenizer_config", {"pad_token": "<s>"}),
+  ):
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = TOKENIZERS["huggingface"](path)
+    assert (tokenizer.bos, tokenizer.eos) == (None, 1)
+    assert "bos_token" not in tokenizer.special_tokens_map
+    (tmp_path / f"{name}.json").unlink()
 
 
 def test_unmarked_stop_tokens_have_no_text(tmp_path):
