@@ -193,11 +193,16 @@ class Engine:
         f"maximum length of {limit} tokens: request at most {limit - num_tokens}"
       )
 
-  def compile_ahead(self) -> None:
-    """Compile all programs that a request may need, except prefill of all rows at once."""
+  def compile_ahead(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+    """Compile all programs that a request may need, except prefill of all rows at once.
+
+    Args:
+      is_cancelled: asked before each program.
+    """
     lengths = {self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}
     for length in sorted(lengths):
-      self.compile_for(GenerationRequest([0] * length, 0))
+      if not is_cancelled():
+        self.compile_for(GenerationRequest([0] * length, 0))
 
   def compile_for(self, request: GenerationRequest) -> None:
     """Compile the programs that complete `request`, if it is added alone."""

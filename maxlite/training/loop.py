@@ -193,9 +193,10 @@ def _save_if_due(
   with context.timer.during("checkpoint"), log.paused():
     log.flush()  # a resumed run does not repeat the rows before its checkpoint
     saver.save(step, state, stream.state())
-    if saver is context.checkpoints:
-      for callback in context.callbacks:
-        callback.on_checkpoint(step, state)
+    if saver is context.checkpoints and context.callbacks:
+      with context.timer.during("callbacks"):
+        for callback in context.callbacks:
+          callback.on_checkpoint(step, state)
 
 
 def _due_checkpoints(context: LoopContext, step: int, *, is_last: bool) -> CheckpointSaver | None:

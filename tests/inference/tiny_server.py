@@ -74,9 +74,11 @@ def served(engine_thread, template="", max_per_address=0, **keys):
   with listen("127.0.0.1", 0) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    yield listening.getsockname()[1], engine_thread
-    server.should_exit = True
-    thread.join()
+    try:
+      yield listening.getsockname()[1], engine_thread
+    finally:
+      server.should_exit = True
+      thread.join()
 
 
 def ask(service, path, body=None, **headers):

@@ -19,13 +19,25 @@ class QueueFullError(Exception):
 class EngineThread:
   """Runs a batcher in its own thread, behind a queue of at most `queue_size` requests.
 
-  An error in a step is passed to all requests in progress, and the thread continues.
+  The thread first compiles all programs that a request may need, while requests wait. An error in a
+  step is passed to all requests in progress, and the thread continues.
+
+  Args:
+    batcher: assigns requests to the rows of its engine.
+    queue_size: requests that may wait.
+    on_ready: called in the thread, once the programs are compiled.
   """
 
-  def __init__(self, batcher: Batcher, queue_size: int) -> None:
+  def __init__(
+    self, batcher: Batcher, queue_size: int, on_ready: Callable[[], object] = lambda: None
+  ) -> None:
     self._batcher = batcher
+    self._on_ready = on_ready
     self.throughput = batcher.throughput
-    self.max_active = batcher.engine.num_rows + queue_size
+    self.num_rows = batcher.engine.num_rows
+    self.max_active = self.num_rows + queue_size
+    self.is_ready = False
+    self.compile_error: Exception | None = None  # without programs, no request can be answered
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
@@ -87,6 +99,15 @@ class EngineThread:
       self._changed.notify()
 
   def _run(self) -> None:
+    try:
+      self._batcher.engine.compile_ahead(lambda: self._is_closing)
+    except Exception as error:  # of any kind: the main thread ends the server
+      self.compile_error = error
+      self.fail_all(error)
+      return
+    if not self._is_closing:
+      self.is_ready = True
+      self._on_ready()
     while True:
       with self._changed:
         self._changed.wait_for(self._has_work)
