@@ -6,6 +6,7 @@ is the command line of `lm_eval` with the model `maxlite` registered. From Pytho
 `lm_eval.simple_evaluate(model=MaxliteLM("runs/mine"), tasks=...)`.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -28,7 +29,8 @@ from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import DEFAULTS, DataConfig, build
 from maxlite.data.batch import Batch, DeviceBatch
 from maxlite.data.packing import pad_row
-from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import encode_prompt, open_tokenizer
+from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.evaluation.document_losses import row_sums
 from maxlite.hf.hf_folder import read_config
 from maxlite.hf.hf_tokenizer import tokenizer_keys
@@ -63,7 +65,7 @@ class _GenerationOptions(NamedTuple):
 class MaxliteLM(TemplateLM):
   """A model for `lm_eval`.
 
-  Sequences begin with the tokenizer's bos, as all documents do in training.
+  Sequences begin as documents do in training (`add_bos` of the run).
 
   Args:
     path, dtype, mesh: see `maxlite.load`.
@@ -71,7 +73,7 @@ class MaxliteLM(TemplateLM):
     max_length: limit of a sequence with its context, which is truncated on the left; by default
       max_target_length of the run, or max_position_embeddings of a Hugging Face folder.
     max_gen_toks: default number of tokens to generate, for tasks that do not set it.
-    add_bos_token: False for models trained without bos.
+    add_bos_token: whether sequences begin with bos instead (eos, if the tokenizer has none).
     device, max_batch_size: passed by `lm_eval` and ignored; JAX_PLATFORMS selects the platform.
 
   Raises:
@@ -87,7 +89,7 @@ class MaxliteLM(TemplateLM):
     dtype: str | None = None,
     mesh: Mapping[str, int] | None = None,
     *,
-    add_bos_token: bool = True,
+    add_bos_token: bool | None = None,
     device: str | None = None,
     max_batch_size: int | None = None,
     trust_plugins: bool = False,
@@ -96,14 +98,16 @@ class MaxliteLM(TemplateLM):
     del device, max_batch_size
     self._model, self._params = load(path, dtype=dtype, mesh=mesh, trust_plugins=trust_plugins)
     data, trained_length = _data_config(str(path))
+    if add_bos_token is not None:
+      data = dataclasses.replace(data, add_bos=str(add_bos_token).lower())
     self._tokenizer = open_tokenizer(data)
+    check_vocabulary(self._tokenizer, self._model.cfg.vocab_size)
     self.max_length = max_length or trained_length
     self.max_gen_toks = max_gen_toks
     if not self.max_length:
       raise UserError(f"{path}/config.json has no max_position_embeddings: set max_length")
     num_shards = self._model.sharder.num_shards("activation_batch")
     self.batch_size = -(-int(batch_size) // num_shards) * num_shards
-    self._add_bos = add_bos_token
     score = functools.partial(row_sums, self._model.decoder, chunk_tokens=_CHUNK_TOKENS)
     self._score = jax.jit(score)
 
@@ -113,6 +117,8 @@ class MaxliteLM(TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
+    if self._tokenizer.bos is None:
+      return self._tokenizer.eos
     return self._tokenizer.bos
 
   @property
@@ -122,15 +128,11 @@ class MaxliteLM(TemplateLM):
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **unused: object
   ) -> list[int]:
-    """Encode `string`, with bos first unless `add_special_tokens` is False."""
+    """Encode `string` as the start of a document; as a later part without `add_special_tokens`."""
     del unused
-    ids = self._tokenizer.encode(string.encode()).tolist()
-    add_bos = add_special_tokens
-    if add_bos is None:
-      add_bos = self._add_bos
-    if add_bos:
-      return [self._tokenizer.bos, *ids]
-    return ids
+    if add_special_tokens is False:
+      return self._tokenizer.encode(string.encode()).tolist()
+    return encode_prompt(self._tokenizer, string.encode())
 
   def _loglikelihood_tokens(
     self, requests: Sequence[tuple[object, list[int], list[int]]], **unused: object
@@ -195,7 +197,7 @@ class MaxliteLM(TemplateLM):
     stream = stream_completions(
       Batcher(self._engine),
       index_of,
-      self._tokenizer.decode,
+      self._tokenizer,
       options.stop_strings,
     )
     for request, text, _ in stream:

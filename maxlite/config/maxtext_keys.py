@@ -262,7 +262,7 @@ NOT_NEEDED: dict[str, str] = {
   """,
   "maxlite.plan compiles for hardware that is absent": "internal_compile",
   "all data are tokenized once, into a cache": "tokenize_eval_data tokenize_train_data",
-  "every document has bos and eos": "add_bos add_eos",
+  "every document ends with eos": "add_eos",
   "documents longer than a row continue in the next one": "use_truncation",
   "a row holds any number of documents": "max_segments_per_seq",
   "dataset_path may be on the hub, with the token of HF_TOKEN or of `hf auth login`": """
@@ -517,7 +517,6 @@ NOT_SUPPORTED: dict[str, str] = {
 
 # Keys of NOT_NEEDED that decide what is computed -> their one value; another is not supported.
 ONE_VALUE: dict[str, str] = {
-  "add_bos": "true",
   "add_eos": "true",
   "beta_slow": "1",
   "cast_logits_to_fp32": "true",

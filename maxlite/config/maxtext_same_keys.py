@@ -103,6 +103,7 @@ SAME_NAME: dict[str, str] = {
   "tokenizer_type": "sentencepiece",
   "tokenizer_path": "",
   "chat_template_path": "",
+  "add_bos": "true",
   "packing": "true",
   "max_target_length": "2048",
   "per_device_batch_size": "12.0",
@@ -158,6 +159,7 @@ SAME_NAME: dict[str, str] = {
 
 # What such a key means here, where that differs from MaxText.
 OTHER_MEANING: dict[str, str] = {
+  "add_bos": "auto: what the tokenizer's files say",
   "adam_weight_decay": "norms and biases do not decay, and every optimizer reads it",
   "chat_template_path": "a Jinja2 file",
   "dataset_path": "files, folders or globs, also on s3://, gs:// and hf://, of any dataset_type",
@@ -178,7 +180,7 @@ OTHER_MEANING: dict[str, str] = {
   "mscale": "0 scales the rotated channels, as gpt-oss does",
   "packing": "of conversations; text is always packed",
   "per_device_batch_size": "rows per step; gradient_accumulation_steps divides them",
-  "prompt": "tokenized with bos",
+  "prompt": "tokenized as documents are, with or without bos",
   "remat_policy": "docs/config.md lists the policies",
   "sliding_window_size": "of every layer, or of the local layers of a family that has them",
   "vocab_size": "at least that of the tokenizer",

@@ -51,7 +51,7 @@ _TRAINING_MODEL = {
   "wi_tile_dlhs", "wi_tile_drhs", "wo_tile_dlhs", "wo_tile_drhs",
 }  # fmt: skip
 _MODEL = _keys_of(ModelConfig) - _TRAINING_MODEL
-_TOKENIZER = {"tokenizer_type", "tokenizer_path", "chat_template_path"}
+_TOKENIZER = {"tokenizer_type", "tokenizer_path", "chat_template_path", "add_bos"}
 _TRAINING_DATA = {
   "batch_size_schedule", "sequence_length_schedule", "packing_strategy", "enable_data_shuffling",
   "data_shuffle_seed", "data_sampling", "grain_worker_count",

@@ -71,7 +71,7 @@ class DocumentTokenizer(Protocol):
 
 
 class TextTokenizer:
-  """Text documents: bos, the text, eos."""
+  """Text documents: the tokenizer's prefix, the text, eos."""
 
   is_resumable = True
 
@@ -81,7 +81,7 @@ class TextTokenizer:
     fits_16_bits = tokenizer.size <= 1 << 16
     self.dtype: np.dtype = np.dtype(np.uint16 if fits_16_bits else np.uint32)
     self.counts: Counter[str] = Counter()
-    self._bos = np.asarray([tokenizer.bos], self.dtype)
+    self._prefix = np.asarray(tokenizer.prefix_ids, self.dtype)
     self._eos = np.asarray([tokenizer.eos], self.dtype)
 
   def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
@@ -94,7 +94,7 @@ class TextTokenizer:
         is_last = piece.content is None
         ids = self._eos if is_last else next(remaining_ids)
         if not is_open:
-          ids = np.concatenate([self._bos, ids])
+          ids = np.concatenate([self._prefix, ids])
         encoded.append(EncodedPiece(piece.split, ids, is_last))
         is_open = not is_last
       yield encoded

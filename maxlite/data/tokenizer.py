@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,22 +23,27 @@ MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundr
 ESCAPE = "\ufdd0"
 _BYTE_BOS = "<|begin_of_text|>"
 _BYTE_EOS = "<|end_of_text|>"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a text that the vocabulary cannot spell
 
 
 class Tokenizer(Protocol):
   """Converts text to ids and back.
 
-  A document starts with `bos` and ends with `eos`; generation ends with any of `stop_token_ids`,
-  the first of which is eos. `identity` changes if any id does. `num_bytes_V` is the number of bytes
-  of text of each id, 0 for special tokens.
+  A document or raw prompt starts with `prefix_ids`, by default what the tokenizer's files put
+  before a text, and a document ends with `eos`. `bos` is None if the tokenizer has none. Generation
+  ends with any of `stop_token_ids`, the first of which is eos. `identity` changes if any id does.
+  `num_bytes_V` is the number of bytes of text of each id, 0 for special tokens. `byte_ids` are lone
+  bytes of which a whole run is decoded at once, so that a further one may change its text.
   """
 
   size: int
-  bos: int
+  bos: int | None
   eos: int
+  prefix_ids: tuple[int, ...]
   stop_token_ids: tuple[int, ...]
   identity: str
   num_bytes_V: np.ndarray
+  byte_ids: Set[int] = frozenset()
 
   def encode(self, text: bytes) -> np.ndarray:
     """Encode `text` without bos and eos; spelled special tokens are plain text."""
@@ -77,6 +82,7 @@ class ByteTokenizer(Tokenizer):
   size = 258
   bos = 256
   eos = 257
+  prefix_ids: tuple[int, ...] = (256,)
   stop_token_ids: tuple[int, ...] = (257,)
   identity = "byte"
   chat_template = ""
@@ -120,6 +126,8 @@ class HuggingFaceTokenizer(Tokenizer):
   """A tokenizer.json. Undecodable bytes become U+FFFD.
 
   bos and eos come from the files beside it (see `TokenizerConfig`), else from common spellings.
+  `prefix_ids` come from its post-processor, as in `transformers` (5.23), which does not read the
+  `add_bos_token` of a tokenizer_config.json if there is a tokenizer.json.
   """
 
   def __init__(self, path: str) -> None:
@@ -143,17 +151,21 @@ class HuggingFaceTokenizer(Tokenizer):
     self.bos = special.bos
     self.stop_token_ids = special.stop
     self.eos = special.stop[0]
-    self.identity = f"huggingface {file_hash} {self.bos} {self.eos}"
+    first = self.eos if self.bos is None else self.bos
+    self.identity = f"huggingface {file_hash} {first} {self.eos}"
     spelling = {i: token for token, i in vocabulary.items()}
     # Once the files name any token, a template gets only the named ones and the eos.
     special_tokens_map = {}
-    if not config.special_tokens_map:
+    if self.bos is not None and not config.special_tokens_map:
       special_tokens_map["bos_token"] = spelling[self.bos]
     special_tokens_map["eos_token"] = spelling[self.eos]
     special_tokens_map.update(config.special_tokens_map)
     self.special_tokens_map: Mapping[str, str] = special_tokens_map
     self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
+    self.prefix_ids = self._find_prefix()
+    if '"ByteFallback"' in self._tokenizer.to_str():
+      self.byte_ids = {i for i, piece in spelling.items() if _BYTE_PIECE.fullmatch(piece)}
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode(errors="replace") for text in texts]
@@ -176,10 +188,21 @@ class HuggingFaceTokenizer(Tokenizer):
         found.append(_SpecialToken(start, stop, i))
     return _encode_between(text, found, self._encode_piece)
 
+  def _find_prefix(self) -> tuple[int, ...]:
+    """Return the special tokens that the post-processor puts before a text."""
+    post_processor = self._tokenizer.post_processor
+    if post_processor is None:
+      return ()
+    one_word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    encoding = post_processor.process(one_word.encode("a"))
+    length = encoding.special_tokens_mask.index(0)
+    return tuple(encoding.ids[:length])
+
   def _mark_special(self, spelling: Mapping[int, str]) -> dict[str, int]:
     """Mark bos and the stop tokens as special, as not all files do; return all special tokens."""
     added = self._tokenizer.get_added_tokens_decoder()
-    for i in {self.bos, *self.stop_token_ids}:
+    bos = () if self.bos is None else (self.bos,)
+    for i in {*bos, *self.stop_token_ids}:
       if i not in added or not added[i].special:
         self._tokenizer.add_special_tokens([tokenizers.AddedToken(spelling[i], special=True)])
     added = self._tokenizer.get_added_tokens_decoder()
@@ -252,9 +275,8 @@ class SentencePieceTokenizer(Tokenizer):
     self.eos = self._model.eos_id()
     if self.eos < 0:
       raise UserError(f"tokenizer_path={path!r} has no eos token, which separates documents")
-    self.bos = self._model.bos_id()
-    if self.bos < 0:
-      self.bos = self.eos
+    self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
+    self.prefix_ids = self._find_prefix(Path(path).parent)
     self.stop_token_ids: tuple[int, ...] = (self.eos,)
     num_bytes = [self._count_bytes(i) for i in range(self.size)]
     self.num_bytes_V = np.array(num_bytes, np.int32)
@@ -267,6 +289,12 @@ class SentencePieceTokenizer(Tokenizer):
   def decode(self, ids: Sequence[int]) -> str:
     valid = [int(i) for i in ids if i < self.size]
     return self._model.decode(valid)
+
+  def _find_prefix(self, folder: Path) -> tuple[int, ...]:
+    """Return (bos,), unless the model has none or the files beside it deny it."""
+    if self.bos is None or not read_tokenizer_config(folder).add_bos_token:
+      return ()
+    return (self.bos,)
 
   def _count_bytes(self, i: int) -> int:
     """Return the number of bytes of text of an id."""
@@ -333,18 +361,32 @@ def _encode_between(
 
 def _spelled_bytes(piece: str) -> int:
   """Return the bytes of a piece that spells a space as U+2581 and a lone byte as <0x0A>."""
-  if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+  if _BYTE_PIECE.fullmatch(piece):
     return 1
   text = piece.replace("\u2581", " ")
   return len(text.encode())
 
 
 def open_tokenizer(cfg: DataConfig) -> Tokenizer:
-  """Open the tokenizer that `cfg` names; raise UserError if it cannot be read."""
+  """Open the tokenizer that `cfg` names; raise UserError if it cannot be read.
+
+  `add_bos` replaces its `prefix_ids`, and any but bos (eos without one) become a part of its
+  `identity`.
+  """
   path = ""
   if cfg.tokenizer_path:
     file = local_tokenizer(cfg.tokenizer_path)
     require_unchanged(file.parent)
     path = str(file)
-  tokenizer_class = TOKENIZERS[cfg.tokenizer_type]
-  return tokenizer_class(path)
+  tokenizer: Tokenizer = TOKENIZERS[cfg.tokenizer_type](path)
+  first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+  if cfg.add_bos != "auto":
+    tokenizer.prefix_ids = (first,) if cfg.add_bos == "true" else ()
+  if tokenizer.prefix_ids != (first,):
+    tokenizer.identity += f" prefix {tokenizer.prefix_ids}"
+  return tokenizer
+
+
+def encode_prompt(tokenizer: Tokenizer, text: bytes) -> list[int]:
+  """Encode a raw prompt, as the start of a document."""
+  return [*tokenizer.prefix_ids, *tokenizer.encode(text).tolist()]

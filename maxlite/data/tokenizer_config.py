@@ -25,12 +25,14 @@ _COMMON_SPELLINGS = {
 class TokenizerConfig:
   """Contents of the files, by the names that chat templates use: `bos_token`, `eos_token`, ...
 
-  `ids` has the ids of bos_token and eos_token, none of them if no file has any.
+  `ids` has the ids of bos_token and eos_token, none of them if no file has any. `add_bos_token`
+  (by default true) is of a SentencePiece model: a tokenizer.json says itself what precedes a text.
   """
 
   special_tokens_map: dict[str, str]
   ids: dict[str, list[int]]
   chat_template: str
+  add_bos_token: bool
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
@@ -56,7 +58,8 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     for key, earlier in ids.items():
       found = _ids(values.get(f"{key}_id"), folder / name)
       ids[key] = earlier or found
-  return TokenizerConfig(tokens, ids, _chat_template(folder))
+  add_bos_token = _read(folder / _TOKEN_FILES[0]).get("add_bos_token") is not False
+  return TokenizerConfig(tokens, ids, _chat_template(folder), add_bos_token)
 
 
 def _read(path: Path) -> JsonObject:
@@ -115,14 +118,14 @@ def read_template(file: Path, place: str) -> str:
 class SpecialIds(NamedTuple):
   """The ids of bos and of the stop tokens, of which the first is eos."""
 
-  bos: int
+  bos: int | None
   stop: tuple[int, ...]
 
 
 def find_special_ids(vocabulary: dict[str, int], config: TokenizerConfig, path: str) -> SpecialIds:
   """Find the ids that the files name, else those of a common spelling in the vocabulary.
 
-  The stop tokens are the named eos and the listed ones. Without a bos, it is the eos.
+  The stop tokens are the named eos and the listed ones.
 
   Raises:
     UserError: there is no eos, or a file names a token that the vocabulary lacks.
@@ -136,7 +139,7 @@ def find_special_ids(vocabulary: dict[str, int], config: TokenizerConfig, path: 
       "separate documents: add one of them, or name another as eos_token in a "
       "tokenizer_config.json beside it"
     )
-  bos = bos_ids[0] if bos_ids else stop_token_ids[0]
+  bos = bos_ids[0] if bos_ids else None
   return SpecialIds(bos, stop_token_ids)
 
 
@@ -147,6 +150,9 @@ def _named_ids(
   path: str,
 ) -> list[int]:
   """Return the ids of the token `name` (bos_token or eos_token), the preferred one first.
+
+  If no file names it, its common spelling counts; but there need not be a bos, so that files which
+  name other tokens deny it.
 
   Raises:
     UserError: a file names a token that the vocabulary lacks.
@@ -166,7 +172,8 @@ def _named_ids(
   ids = list(config.ids[name])
   if token is not None:
     ids.insert(0, vocabulary[token])
-  if ids:
+  is_denied = name == "bos_token" and bool(config.special_tokens_map or config.ids["eos_token"])
+  if ids or is_denied:
     return ids
   for spelling in _COMMON_SPELLINGS[name]:
     if spelling in vocabulary:

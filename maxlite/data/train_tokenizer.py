@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from maxlite.config.errors import UserError
 from maxlite.config.mixture import MixtureSource, mixture_of
@@ -56,6 +56,11 @@ def train_tokenizer(
     show_progress=False,
   )
   tokenizer.train_from_iterator(training_texts(data, cache_directory, max_bytes), trainer)
+  if special_tokens:  # the first one is before every document
+    first = special_tokens[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+      single=f"{first} $A", special_tokens=[(first, tokenizer.token_to_id(first))]
+    )
   return tokenizer
 
 

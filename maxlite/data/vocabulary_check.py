@@ -1,17 +1,28 @@
-"""A check that the ids of batches are in the vocabulary, whatever source they are from.
+"""Checks that ids are in the model's vocabulary, whatever tokenizer or source they are from.
 
 JAX clamps or fills an index outside of an array, so that such an id would give a finite loss.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from maxlite.config.errors import UserError
 from maxlite.data.packing import Row
+from maxlite.data.tokenizer import Tokenizer
 
 _IDS = ("tokens_BT", "targets_BT")
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+  """Raise UserError if the tokenizer has ids that the model with `vocab_size` rows lacks."""
+  if tokenizer.size > vocab_size:
+    raise UserError(
+      f"the tokenizer has {tokenizer.size} ids and the model vocab_size={vocab_size}: "
+      f"set vocab_size={math.ceil(tokenizer.size / 64) * 64}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.tokenizer_config import read_tokenizer_config
+from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
@@ -85,8 +86,9 @@ def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer | lora, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
+  tokenizer_note = ""
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-    open_tokenizer(cfg.data)  # raises if it is damaged
+    tokenizer_note = _check_tokenizer(cfg)
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
@@ -107,6 +109,8 @@ def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None
     notes.append(f"only the text model, without {shorten_list(left_out)}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
+  if tokenizer_note:
+    notes.append(tokenizer_note)
   if not tokenizer and cfg.data.tokenizer_type == "byte":
     notes.append("the folder has no tokenizer.json or tokenizer.model: using byte tokens")
   return "; ".join(notes)
@@ -123,6 +127,16 @@ def _read_weights(
   read = params_from_hf(directory, family, cfg.model, vocab_size, base)
   mappings = tensor_mappings(family, cfg.model, base)
   return read | adapter.read(family, cfg.model, mappings, adapters)
+
+
+def _check_tokenizer(cfg: Config) -> str:
+  """Return a note if the tokenizer has ids that the model lacks; raise UserError if damaged."""
+  tokenizer = open_tokenizer(cfg.data)
+  try:
+    check_vocabulary(tokenizer, cfg.model.vocab_size)
+  except UserError as error:
+    return f"{error} in another import, before it can be used"
+  return ""
 
 
 def to_hf(argv: Sequence[str]) -> str:

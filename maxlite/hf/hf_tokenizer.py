@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -11,7 +12,7 @@ from maxlite.config.file_io import read_json_object, require_own_file
 from maxlite.config.json_values import JsonObject
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxlite.hf.hf_folder import COPY_AGAIN, write_json
 
 MAIN = "tokenizer.json"
@@ -20,6 +21,7 @@ CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 CHAT = "chat_template.jinja"
 EXTRA_FILES = (CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT, GENERATION)
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}  # in the template of a post-processor
 _BOS = "bos_token_id"
 _EOS = "eos_token_id"
 
@@ -44,7 +46,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 def write_tokenizer(
   cfg: DataConfig,
-  bos: int,
+  bos: int | None,
   stop_token_ids: Sequence[int],
   target: Path,
   *,
@@ -65,16 +67,19 @@ def write_tokenizer(
     return {}
   generation = target / GENERATION
   if generation.exists():
-    write_json(generation, read_json_object(generation, COPY_AGAIN) | ids)
+    known = {key: value for key, value in ids.items() if value is not None}
+    write_json(generation, read_json_object(generation, COPY_AGAIN) | known)
   return ids
 
 
-def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
+def _write_files(cfg: DataConfig, bos: int | None, eos: int, target: Path) -> None:
   """Write the tokenizer itself and, unless it has one, its tokenizer_config.json."""
   if cfg.tokenizer_type == "sentencepiece":
     path = local_tokenizer(cfg.tokenizer_path)
     _copy_files(path.parent, target)
     shutil.copyfile(path, target / SENTENCEPIECE)
+    if not (target / CONFIG).exists():
+      write_json(target / CONFIG, {"add_bos_token": bool(open_tokenizer(cfg).prefix_ids)})
     return
   if cfg.tokenizer_type == "byte":
     tokenizer = byte_tokenizer()
@@ -83,14 +88,45 @@ def _write_files(cfg: DataConfig, bos: int, eos: int, target: Path) -> None:
     path = local_tokenizer(cfg.tokenizer_path)
     _copy_files(path.parent, target)
     shutil.copyfile(path, target / MAIN)
+    if cfg.add_bos != "auto":
+      _set_prefix(target / MAIN, open_tokenizer(cfg).prefix_ids)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
   if not (target / CONFIG).exists():
     config = {
       "tokenizer_class": "PreTrainedTokenizerFast",
-      "bos_token": tokenizer.id_to_token(bos),
       "eos_token": tokenizer.id_to_token(eos),
     }
+    if bos is not None:
+      config["bos_token"] = tokenizer.id_to_token(bos)
     write_json(target / CONFIG, config)
+
+
+def _set_prefix(file: Path, prefix_ids: Sequence[int]) -> None:
+  """Make the post-processor of a tokenizer.json put `prefix_ids` before a text."""
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  content = read_json_object(file, COPY_AGAIN)
+  post_processor = content["post_processor"] or {}
+  parts = post_processor.get("processors", [post_processor])
+  template: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [_TEXT],
+    "pair": [_TEXT],
+    "special_tokens": {},
+  }
+  others = []
+  for part in parts:
+    if part.get("type") == template["type"]:
+      template = part
+    elif part.get("type") == "ByteLevel":
+      others.append(part)
+  tokens = [tokenizer.id_to_token(i) for i in prefix_ids]
+  for token, i in zip(tokens, prefix_ids, strict=True):
+    template["special_tokens"][token] = {"id": token, "ids": [i], "tokens": [token]}
+  prefix = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+  first = next(n for n, piece in enumerate(template["single"]) if "Sequence" in piece)
+  template["single"] = [*prefix, *template["single"][first:]]
+  content["post_processor"] = {"type": "Sequence", "processors": [*others, template]}
+  write_json(file, content)
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

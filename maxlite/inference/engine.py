@@ -172,7 +172,14 @@ class Engine:
     num_tokens = len(request.prompt)
     limit = self.max_length
     if not num_tokens:
-      raise UserError("the prompt has no tokens: begin it with the tokenizer's bos token")
+      raise UserError(
+        "the prompt is empty, and the tokenizer puts no token before a text: write a prompt, or "
+        "set add_bos=true"
+      )
+    vocab_size = self._model.cfg.vocab_size
+    for token in (min(request.prompt), max(request.prompt)):
+      if not 0 <= token < vocab_size:
+        raise UserError(f"prompt: token {token} is outside of the model's vocab_size={vocab_size}")
     if request.max_new_tokens < 1:
       raise UserError(f"max_new_tokens={request.max_new_tokens} must be 1 or more")
     if num_tokens >= limit:
@@ -186,11 +193,16 @@ class Engine:
         f"maximum length of {limit} tokens: request at most {limit - num_tokens}"
       )
 
-  def compile_ahead(self) -> None:
-    """Compile all programs that a request may need, except prefill of all rows at once."""
+  def compile_ahead(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+    """Compile all programs that a request may need, except prefill of all rows at once.
+
+    Args:
+      is_cancelled: asked before each program.
+    """
     lengths = {self._padded(1 << n) for n in range(self.max_length.bit_length() + 1)}
     for length in sorted(lengths):
-      self.compile_for(GenerationRequest([0] * length, 0))
+      if not is_cancelled():
+        self.compile_for(GenerationRequest([0] * length, 0))
 
   def compile_for(self, request: GenerationRequest) -> None:
     """Compile the programs that complete `request`, if it is added alone."""

@@ -15,7 +15,8 @@ from maxlite.config.errors import escape_controls, write_line
 from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig, ModelConfig
 from maxlite.data.sources.jsonl import read_objects
-from maxlite.data.tokenizer import Tokenizer, open_tokenizer
+from maxlite.data.tokenizer import Tokenizer, encode_prompt, open_tokenizer
+from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import CompletionText, stream_completions
 from maxlite.inference.drafters import max_num_drafts
@@ -41,7 +42,7 @@ def run_generation(cfg: Config) -> int:
     trainer, params = open_trained(cfg)
     engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
   batcher = Batcher(engine)
-  completions = stream_completions(batcher, requests, tokenizer.decode, cfg.generate.stop)
+  completions = stream_completions(batcher, requests, tokenizer, cfg.generate.stop)
   if cfg.generate.prompt_file:
     _write_lines(dict(zip(requests, prompts, strict=True)), completions)
   else:
@@ -80,7 +81,7 @@ class Completer:
     completions = stream_completions(
       Batcher(self._engine),
       self._requests,
-      self._tokenizer.decode,
+      self._tokenizer,
       cfg.generate.stop,
     )
     texts = dict.fromkeys(self._requests, "")
@@ -91,10 +92,16 @@ class Completer:
 
 
 def open_text_tokenizer(cfg: Config) -> Tokenizer:
-  """Open the tokenizer of the run's data; raise UserError if they are synthetic."""
+  """Open the tokenizer of the run's data.
+
+  Raises:
+    UserError: the data are synthetic, or the tokenizer has ids that the model lacks.
+  """
   if SOURCES.entry(cfg.data.dataset_type).is_synthetic:
     raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
-  return open_tokenizer(cfg.data)
+  tokenizer = open_tokenizer(cfg.data)
+  check_vocabulary(tokenizer, cfg.model.vocab_size)
+  return tokenizer
 
 
 def build_engine(
@@ -204,7 +211,7 @@ def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> Generati
     min_p=generate.decode_sampling_min_p,
     repetition_penalty=generate.decode_sampling_repetition_penalty,
   )
-  tokens = [tokenizer.bos, *map(int, tokenizer.encode(_encode(prompt)))]
+  tokens = encode_prompt(tokenizer, _encode(prompt))
   num_new = generate.max_new_tokens
   if num_new == -1:
     room = cfg.data.max_target_length - len(tokens)

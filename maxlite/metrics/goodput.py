@@ -2,7 +2,7 @@
 
 Goodput is the share of time spent in steps that the run kept. The rest is divided into startup,
 restart (startup after an interruption, and the time since the checkpoint that was restored),
-compilation, waiting for data, evaluation and checkpointing.
+compilation, waiting for data, evaluation, checkpointing and callbacks (such as completions).
 """
 
 import contextlib
@@ -20,6 +20,7 @@ KINDS = {
   "data": "waiting for data",
   "evaluation": "evaluating",
   "checkpoint": "writing a checkpoint",
+  "callbacks": "running the callbacks of a checkpoint",
   "startup": "starting",
   "restart": "restoring",
 }

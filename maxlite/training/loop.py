@@ -221,9 +221,10 @@ def _save(
   with context.timer.during("checkpoint"), log.paused():
     log.flush()  # a resumed run does not repeat the rows before its checkpoint
     saver.save(step, state, log.with_totals(stream.state()))
-    if saver is context.checkpoints:
-      for callback in context.callbacks:
-        callback.on_checkpoint(step, state)
+    if saver is context.checkpoints and context.callbacks:
+      with context.timer.during("callbacks"):
+        for callback in context.callbacks:
+          callback.on_checkpoint(step, state)
 
 
 def _due_checkpoints(context: LoopContext, step: int, *, at_once: bool) -> CheckpointSaver | None:

@@ -75,7 +75,8 @@ def test_batches_equal_single_pieces(bpe, tmp_path, monkeypatch):
   ends = np.cumsum(train.lengths)
   assert len(ids) == ends[-1]
   starts = ends - train.lengths
-  assert (ids[starts] == bpe.bos).all()
+  assert (ids[ends - 1] == bpe.eos).all()
+  assert bpe.eos not in ids[starts]
 
 
 CHILD = """

@@ -1,5 +1,6 @@
 """Every tokenizer round-trips text and counts the bytes of each id."""
 
+import dataclasses
 import io
 import json
 
@@ -9,7 +10,8 @@ import tokenizers
 from maxlite.config.errors import UserError
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
-from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenize import Piece, TextTokenizer
+from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 
 TEXT = "def add(a, b):\n  return a + b  # café, naïve, 日本語, 🙂\n" * 30
 PLAIN = "the cat sat on the mat and the dog sat on the log"
@@ -77,10 +79,10 @@ def test_text_round_trips_and_bytes_add_up(tokenizer):
 
 def test_special_tokens_have_no_text(tokenizer):
   _, tokenizer = tokenizer
-  special = [tokenizer.bos, tokenizer.eos]
+  special = [*tokenizer.prefix_ids, *tokenizer.stop_token_ids]
   assert max(special) < tokenizer.size
   assert not tokenizer.num_bytes_V[special].any()
-  assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(b"cat"), tokenizer.eos]) == "cat"
+  assert tokenizer.decode([*special, *tokenizer.encode(b"cat"), *special]) == "cat"
 
 
 def test_ids_beyond_the_vocabulary_are_not_decoded(tokenizer):
@@ -103,9 +105,20 @@ def test_a_special_token_spelled_in_a_document_is_plain_text(tmp_path):
   assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
-def test_bos_and_eos_differ_if_both_exist(tmp_path):
-  tokenizer = TOKENIZERS["huggingface"](save_huggingface(tmp_path, ("<s>", "</s>")))
+def test_a_common_spelling_is_bos_unless_files_name_other_tokens(tmp_path):
+  path = save_huggingface(tmp_path, ("<s>", "</s>"))
+  tokenizer = TOKENIZERS["huggingface"](path)
   assert (tokenizer.bos, tokenizer.eos) == (0, 1)
+  assert tokenizer.special_tokens_map == {"bos_token": "<s>", "eos_token": "</s>"}
+  for name, content in (
+    ("config", {"eos_token_id": 1}),
+    ("tokenizer_config", {"pad_token": "<s>"}),
+  ):
+    (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = TOKENIZERS["huggingface"](path)
+    assert (tokenizer.bos, tokenizer.eos) == (None, 1)
+    assert "bos_token" not in tokenizer.special_tokens_map
+    (tmp_path / f"{name}.json").unlink()
 
 
 def test_unmarked_stop_tokens_have_no_text(tmp_path):
@@ -135,23 +148,23 @@ THREE = ("<|endoftext|>", "<|im_end|>", "<|start|>")
 @pytest.mark.parametrize(
   ("files", "bos", "stop_token_ids"),
   [
-    ({}, 0, (0,)),
-    ({"tokenizer_config": {"eos_token": "<|im_end|>", "bos_token": None}}, 1, (1,)),
+    ({}, None, (0,)),
+    ({"tokenizer_config": {"eos_token": "<|im_end|>", "bos_token": None}}, None, (1,)),
     ({"tokenizer_config": {"bos_token": {"content": "<|start|>"}}}, 2, (0,)),
-    ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, 1, (1,)),
+    ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, None, (1,)),
     (
       {
         "special_tokens_map": {"eos_token": "<|start|>"},
         "tokenizer_config": {"eos_token": "<|im_end|>"},
       },
-      1,
+      None,
       (1,),
     ),
     ({"config": {"eos_token_id": 1, "bos_token_id": 2}}, 2, (1,)),
-    ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, 2, (2, 0)),
+    ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, None, (2, 0)),
     (
       {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [0, 1]}},
-      1,
+      None,
       (1, 0),
     ),
   ],
@@ -163,6 +176,67 @@ def test_bos_and_stop_tokens_come_from_the_config_files(tmp_path, files, bos, st
   tokenizer = TOKENIZERS["huggingface"](path)
   assert (tokenizer.bos, tokenizer.stop_token_ids) == (bos, stop_token_ids)
   assert tokenizer.eos == stop_token_ids[0]
+
+
+def template(single):
+  tokens = [("<|endoftext|>", 0), ("<|im_end|>", 1), ("<|start|>", 2)]
+  return tokenizers.processors.TemplateProcessing(single=single, special_tokens=tokens)
+
+
+BYTE_LEVEL = tokenizers.processors.ByteLevel(trim_offsets=False)
+
+
+@pytest.mark.parametrize(
+  ("post_processor", "prefix"),
+  [
+    (None, ()),
+    (BYTE_LEVEL, ()),
+    (template("<|start|> $A"), (2,)),
+    (template("$A <|endoftext|>"), ()),
+    (template("<|start|> <|im_end|> $A <|endoftext|>"), (2, 1)),
+    (tokenizers.processors.Sequence([BYTE_LEVEL, template("<|start|> $A")]), (2,)),
+    (tokenizers.processors.BertProcessing(("<|im_end|>", 1), ("<|start|>", 2)), (2,)),
+  ],
+)
+def test_what_precedes_a_text_is_what_the_file_says(post_processor, prefix, tmp_path):
+  path = save_huggingface(tmp_path, THREE)
+  raw = tokenizers.Tokenizer.from_file(path)
+  if post_processor is not None:
+    raw.post_processor = post_processor
+  raw.save(path)
+  files = {"bos_token": "<|start|>", "add_bos_token": not prefix}  # transformers does not obey it
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(files))
+  cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=path)
+  tokenizer = open_tokenizer(cfg)
+  assert tokenizer.prefix_ids == prefix
+  text = TextTokenizer(tokenizer)
+  pieces = iter([Piece("train", b"cat"), Piece("train", None)])
+  ((start, end),) = text.encode(pieces, is_open=False)
+  cat = tokenizer.encode(b"cat").tolist()
+  assert start.ids.tolist() == encode_prompt(tokenizer, b"cat") == [*prefix, *cat]
+  assert end.ids.tolist() == [tokenizer.eos]
+
+
+def test_a_key_overrides_what_precedes_a_text(tmp_path):
+  cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=save_huggingface(tmp_path, THREE))
+  identities = set()
+  for add_bos, named, prefix in (("true", 2, (2,)), ("true", None, (0,)), ("false", 2, ())):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0, "bos_token_id": named}))
+    tokenizer = open_tokenizer(dataclasses.replace(cfg, add_bos=add_bos))
+    assert tokenizer.prefix_ids == prefix
+    identities.add(tokenizer.identity)
+  assert len(identities) == 3
+  assert open_tokenizer(cfg).identity == tokenizer.identity  # equal ids
+  assert open_tokenizer(DataConfig()).prefix_ids == (256,)
+  assert open_tokenizer(DataConfig(add_bos="false")).prefix_ids == ()
+
+
+@pytest.mark.parametrize(("given", "prefix"), [({}, (1,)), ({"add_bos_token": False}, ())])
+def test_the_files_beside_a_sentencepiece_model_may_deny_bos(given, prefix, tmp_path):
+  path = save_sentencepiece(tmp_path)
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+  cfg = DataConfig(tokenizer_type="sentencepiece", tokenizer_path=path)
+  assert open_tokenizer(cfg).prefix_ids == prefix
 
 
 @pytest.mark.parametrize(
@@ -290,4 +364,5 @@ def test_a_path_may_start_at_the_home_folder(tmp_path, monkeypatch):
   monkeypatch.setenv("HOME", str(tmp_path))
   path = save_huggingface(tmp_path)
   cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=path.replace(str(tmp_path), "~"))
-  assert open_tokenizer(cfg).identity == TOKENIZERS["huggingface"](path).identity
+  direct = TOKENIZERS["huggingface"](path)
+  assert open_tokenizer(cfg).encode(TEXT.encode()).tolist() == direct.encode(TEXT.encode()).tolist()

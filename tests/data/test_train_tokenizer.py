@@ -69,7 +69,7 @@ def test_words_of_every_source_become_tokens(name, tmp_path):
       tokenizer_path=tmp_path / "new" / "tokenizer.json",
     )
   )
-  assert (tokenizer.bos, tokenizer.eos) == (0, 0)
+  assert (tokenizer.prefix_ids, tokenizer.eos) == ((0,), 0)
   assert trained.token_to_id("<|im_end|>") == 1
   vocabulary = {piece.strip("Ġ") for piece in trained.get_vocab()}
   assert set(words) <= vocabulary

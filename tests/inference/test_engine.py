@@ -103,7 +103,7 @@ def test_larger_growth_of_prompts_compiles_fewer_programs(greedy):
 @pytest.mark.parametrize(
   ("prompt", "size", "message"),
   [
-    ([], 3, "no tokens"),
+    ([], 3, "the prompt is empty"),
     ([1], 0, "max_new_tokens=0"),
     ([1] * 20, 5, "maximum length of 24 tokens: request at most 4"),
   ],

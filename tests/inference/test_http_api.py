@@ -18,11 +18,12 @@ from tiny_server import TEMPLATE, Letters, ask, direct, served
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
-from maxlite.inference.server import http_server
+from maxlite.inference.server import http_server, openai_schema
 from maxlite.inference.server.address import allowed_hosts, listen, url_host
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.inference.server.http_api import Api
 
+prometheus = pytest.importorskip("prometheus_client.parser", reason="needs the extra `serve`")
 testclient = pytest.importorskip("starlette.testclient", reason="needs the extra `serve`")
 
 
@@ -112,6 +113,120 @@ def test_a_chat_uses_the_template_of_the_model(chat_service, two_rows):
   assert json.loads(text)["usage"]["prompt_tokens"] == len(tokens)
 
 
+def chat_tokens(service, **params):
+  """The number of prompt tokens of a chat."""
+  status, text = ask(service, "/v1/chat/completions", {"max_tokens": 1} | params)
+  assert status == 200, text
+  return json.loads(text)["usage"]["prompt_tokens"]
+
+
+def test_only_the_first_chunk_of_a_chat_has_the_role(chat_service):
+  messages = [{"role": "user", "content": "hi"}]
+  params = {"messages": messages, "max_tokens": 8, "seed": 3, "stream": True}
+  status, text = ask(chat_service, "/v1/chat/completions", params)
+  events = [event.removeprefix("data: ") for event in text.split("\n\n")[:-2]]
+  deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+  assert status == 200
+  assert len(deltas) > 3
+  assert "".join(delta.get("role", "") for delta in deltas) == "assistant"
+  assert deltas[0]["role"] == "assistant"
+  del params["stream"]
+  whole = json.loads(ask(chat_service, "/v1/chat/completions", params)[1])["choices"][0]["message"]
+  assert "".join(delta["content"] for delta in deltas) == whole["content"]
+
+
+def test_variables_of_the_template_are_passed_on(engine_thread):
+  template = "{{ mode or 'plain' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+  params = {"messages": [{"role": "user", "content": "hi"}]}
+  with served(engine_thread, template) as service:
+    assert chat_tokens(service, **params) == len("plainhi")
+    assert chat_tokens(service, **params, chat_template_kwargs={"mode": "x", "source": "y"}) == 3
+    # A special token that is spelled in a variable is escaped, and this tokenizer counts the mark.
+    assert chat_tokens(service, **params, chat_template_kwargs={"mode": "$$"}) == 2 + 2 + 2
+    for name in ("messages", "add_generation_prompt"):
+      params["chat_template_kwargs"] = {name: []}
+      status, text = ask(service, "/v1/chat/completions", params)
+      assert (status, name in text) == (400, True)
+
+
+def test_messages_of_tools_are_rendered(engine_thread):
+  template = (
+    "{% for m in messages %}[{{ m.role }} {{ m.name or '' }} {{ m.content is none }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.a }}"
+    "{% endfor %}{{ m.tool_call_id or '' }}]{% endfor %}"
+  )
+  call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 12}'}}
+  messages = [
+    {"role": "user", "content": "q", "name": "me"},
+    {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+    {"role": "tool", "content": "3", "tool_call_id": "id1"},
+  ]
+  text = "[user me False][assistant  Trueadd:12][tool  Falseid1]"
+  with served(engine_thread, template) as service:
+    status, answer = ask(service, "/v1/chat/completions", {"messages": messages})
+  assert status == 400
+  assert f"the prompt has {len(text)} tokens" in answer
+
+
+def test_deeply_nested_messages_are_refused(chat_service):
+  arguments = {}
+  for _ in range(900):
+    arguments = {"a": arguments}
+  calls = [{"function": {"name": "f", "arguments": arguments}}]
+  messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+  assert ask(chat_service, "/v1/chat/completions", {"messages": messages})[0] == 400
+
+
+NEUTRAL = {
+  "tools": [],
+  "tool_choice": "auto",
+  "parallel_tool_calls": True,
+  "response_format": {"type": "text"},
+  "store": False,
+  "metadata": {"run": "1"},
+  "service_tier": "auto",
+  "modalities": ["text"],
+  "stream_options": {"include_usage": None, "include_obfuscation": False},
+  "chat_template_kwargs": {},
+}
+
+
+@pytest.mark.parametrize("value", ["neutral", "null"])
+def test_neutral_parameters_are_accepted(chat_service, value):
+  params = NEUTRAL
+  if value == "null":
+    names = [*NEUTRAL, *openai_schema.NEUTRAL, "temperature", "seed", "stop", "top_k"]
+    params = dict.fromkeys(names)
+  messages = [{"role": "user", "content": "hi", "name": "me", "tool_calls": None}]
+  assert chat_tokens(chat_service, messages=messages, **params) == len("^uhi$a")
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}),
+    ("store", True),
+    ("reasoning_effort", "low"),
+    ("stream_options", {"unknown": 1}),
+    ("chat_template_kwargs", []),
+    ("unknown", None),
+  ],
+)
+def test_parameters_with_an_effect_are_refused(chat_service, name, value):
+  params = {"messages": [{"role": "user", "content": "hi"}], name: value}
+  status, text = ask(chat_service, "/v1/chat/completions", params)
+  assert (status, name.partition("_")[0] in text or "unknown" in text) == (400, True)
+
+
+def test_the_current_limit_wins_over_the_deprecated_one(chat_service):
+  messages = [{"role": "user", "content": "hi"}]
+  params = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 2, "seed": 3}
+  answer = json.loads(ask(chat_service, "/v1/chat/completions", params)[1])
+  assert answer["usage"]["completion_tokens"] == 2
+
+
 def test_an_error_of_the_template_is_reported(chat_service):
   params = {"messages": [{"role": "system", "content": "hi"}]}
   status, text = ask(chat_service, "/v1/chat/completions", params)
@@ -183,7 +298,8 @@ def test_a_full_queue_rejects_others_until_a_client_disconnects(
   [
     ([], "JSON object"),
     ({"prompt": 7}, "prompt must be"),
-    ({"prompt": [[1], [99]]}, "99 is outside the vocabulary of 48"),
+    ({"prompt": [[1], [99]]}, "token 99 is outside of the model's vocab_size=48"),
+    ({"prompt": [10**30]}, "is outside of the model's vocab_size=48"),
     ({"prompt": "a", "max_tokens": 99}, "request at most 22"),
     ({"prompt": "a" * 24}, "25 tokens, .* is 24: shorten it to at most 23"),
     ({"prompt": "a", "max_tokens": 0.5}, "max_tokens=0.5 must be an integer"),
@@ -207,7 +323,7 @@ def test_a_full_queue_rejects_others_until_a_client_disconnects(
     ({"prompt": "a", "top_k": 2**31}, "top_k must be a number up to 2147483647"),
     ({"prompt": "a", "stream": "no"}, "stream must be true or false"),
     ({"prompt": "a", "stream_options": 1}, "stream_options must be an object"),
-    ({"prompt": "a", "\ud800" * 999: 1}, "??"),
+    ({"prompt": "a", "\ud800" * 999: 1}, "\\ud800"),
     ({"messages": [{"role": "user"}]}, "messages is not a known parameter"),
   ],
 )
@@ -292,14 +408,93 @@ def test_requests_need_the_api_key_if_there_is_one(engine_thread):
     assert ask(service, "/")[0] == 200
 
 
-def test_metrics_count_tokens(service):
-  complete(service, prompt="abc", max_tokens=3, temperature=0)
-  before = dict(line.split() for line in ask(service, "/metrics")[1].splitlines())
-  complete(service, prompt="abc", max_tokens=3, temperature=0)
-  after = dict(line.split() for line in ask(service, "/metrics")[1].splitlines())
-  name = "maxlite_prompt_tokens_total"
-  assert int(after[name]) - int(before[name]) == 4
-  assert after["maxlite_active_requests"] == "0"
+def metrics_of(service):
+  """{(name, label values): value}, and {name: type}, of a server's metrics."""
+  families = list(prometheus.text_string_to_metric_families(ask(service, "/metrics")[1]))
+  values = {}
+  for family in families:
+    for sample in family.samples:
+      values[(sample.name, *sample.labels.values())] = sample.value
+  return values, {family.name: family.type for family in families}
+
+
+def test_metrics_count_tokens_requests_errors_and_latencies(service, monkeypatch, two_rows):
+  path = "/v1/completions"
+  options = {"max_tokens": 3, "temperature": 0}
+  before, _ = metrics_of(service)
+  complete(service, prompt=["abc", "d"], **options)
+  ask(service, path, {"prompt": "abc", "stream": True, **options})
+  ask(service, path, {"prompt": 7})
+  ask(service, "/invented/path")
+  with monkeypatch.context() as patch:
+    patch.setattr(two_rows, "step", lambda _: 1 / 0)
+    ask(service, path, {"prompt": "a", **options})
+    ask(service, path, {"prompt": "a", "stream": True, **options})
+  after, kinds = metrics_of(service)
+  added = {key: value - before.get(key, 0) for key, value in after.items()}
+  assert added[("maxlite_prompt_tokens_total",)] == 4 + 2 + 4 + 2 + 2
+  assert added[("maxlite_requests_total", path, "200")] == 3  # a stream that fails has begun
+  assert added[("maxlite_requests_total", path, "400")] == 1
+  assert added[("maxlite_requests_total", path, "500")] == 1
+  assert added[("maxlite_requests_total", "other", "404")] == 1
+  assert added[("maxlite_generation_errors_total",)] == 2
+  assert added[("maxlite_request_seconds_count", path)] == 3
+  assert added[("maxlite_request_seconds_sum", path)] > 0
+  assert added[("maxlite_first_token_seconds_count",)] == 3 + 2
+  assert kinds["maxlite_requests"] == kinds["maxlite_prompt_tokens"] == "counter"
+  assert kinds["maxlite_first_token_seconds"] == "histogram"
+  assert kinds["maxlite_waiting_requests"] == "gauge"
+  assert after[("maxlite_active_requests",)] == after[("maxlite_waiting_requests",)] == 0
+
+
+def test_metrics_show_the_queue(service, monkeypatch, two_rows):
+  resume = threading.Event()
+  body = json.dumps({"prompt": ["a"] * 5, "max_tokens": 9, "seed": 0})
+  with monkeypatch.context() as patch:
+    tiny.slow_down(patch, two_rows, resume.wait)
+    try:
+      with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service[0])) as connection:
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        wait_for_active(service[1], 5)
+        values, _ = metrics_of(service)
+    finally:
+      resume.set()
+  names = ("running", "waiting", "active", "max_active")
+  assert [values[(f"maxlite_{name}_requests",)] for name in names] == [2, 3, 5, 5]
+  wait_for_active(service[1], 0)
+
+
+def test_the_server_is_not_healthy_before_its_programs_are_compiled(two_rows, monkeypatch):
+  compiled = threading.Event()
+  ready = threading.Event()
+  monkeypatch.setattr(two_rows, "compile_ahead", lambda _: compiled.wait())
+  with contextlib.ExitStack() as stack:
+    thread = EngineThread(Batcher(two_rows), 3, ready.set)
+    service = stack.enter_context(served(stack.enter_context(thread.running())))
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor())
+    stack.callback(compiled.set)  # first, also after a failure
+    start = time.monotonic()
+    assert ask(service, "/health") == (503, '{"status":"compiling"}')
+    assert time.monotonic() - start < 1
+    waiting = pool.submit(complete, service, prompt="a", max_tokens=2)
+    wait_for_active(thread, 1)
+    assert metrics_of(service)[0][("maxlite_ready",)] == 0
+    assert not waiting.done()
+    assert not ready.is_set()
+    compiled.set()
+    assert waiting.result()["choices"]
+    assert ready.wait(1)
+    assert ask(service, "/health") == (200, '{"status":"ok"}')
+
+
+def test_a_server_whose_programs_cannot_be_compiled_ends(two_rows, monkeypatch):
+  monkeypatch.setattr(two_rows, "compile_ahead", lambda _: 1 / 0)
+  with EngineThread(Batcher(two_rows), 3).running() as engine_thread:
+    app = Api(engine_thread, Letters(), None, name="tiny", max_length=tiny.MAX_LENGTH)
+    server = http_server.HttpServer(app.build_app(["*"]), engine_thread, log_level="error")
+    with listen("127.0.0.1", 0) as listening:
+      server.run([listening])  # returns
+  assert isinstance(engine_thread.compile_error, ZeroDivisionError)
 
 
 def test_the_server_stops_within_two_seconds_with_open_streams(

@@ -184,7 +184,7 @@ def test_a_stop_string_can_end_a_completion_within_a_step(three_drafts, greedy):
   requests = tiny.greedy_requests()
   found = dict.fromkeys(requests, "")
   batcher = Batcher(three_drafts)
-  for request, text, _ in stream_completions(batcher, requests, tiny.decode, [stop]):
+  for request, text, _ in stream_completions(batcher, requests, tiny.Characters(), [stop]):
     found[request] += text
   assert list(found.values()) == [text.split(stop)[0] for text in completions]
 

@@ -105,9 +105,13 @@ def complete_greedily():
   return Greedy(params, completions)
 
 
-def decode(ids):
-  """A character per token."""
-  return "".join(map(chr, ids))
+class Characters:
+  """Decodes a character per token."""
+
+  byte_ids = frozenset()
+
+  def decode(self, ids):
+    return "".join(map(chr, ids))
 
 
 def slow_down(patch, engine, wait):
@@ -124,7 +128,7 @@ def slow_down(patch, engine, wait):
 def completions_of(engine, requests):
   """(tokens, finish reason) of each request, all submitted at once."""
   found = {request: ([], []) for request in requests}
-  for request, text, finish_reason in stream_completions(Batcher(engine), requests, decode):
+  for request, text, finish_reason in stream_completions(Batcher(engine), requests, Characters()):
     tokens, reasons = found[request]
     tokens.extend(map(ord, text))
     if finish_reason:

@@ -12,6 +12,7 @@ import pytest
 from tiny_engine import MAX_LENGTH, completions_of
 
 from maxlite.data.sources.chat import ChatEncoder
+from maxlite.data.tokenizer import encode_prompt
 from maxlite.inference.engine import GenerationRequest
 
 # Tests that import this file are skipped without these packages.
@@ -30,12 +31,14 @@ class Letters:
   bos = 0
   eos = 47
   stop_token_ids = (eos,)
+  prefix_ids = (bos,)
+  byte_ids = frozenset()
   identity = "letters"
   special_tokens_map: ClassVar = {"bos_token": "^", "eos_token": "$"}
   special_tokens: ClassVar = {"^": bos, "$": eos}
 
   def encode(self, text):
-    return [1 + letter % 46 for letter in text]
+    return np.array([1 + letter % 46 for letter in text], np.uint32)
 
   def decode(self, ids):
     return "".join(chr(ord("A") + i) for i in ids)
@@ -71,9 +74,11 @@ def served(engine_thread, template="", max_per_address=0, **keys):
   with listen("127.0.0.1", 0) as listening:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    yield listening.getsockname()[1], engine_thread
-    server.should_exit = True
-    thread.join()
+    try:
+      yield listening.getsockname()[1], engine_thread
+    finally:
+      server.should_exit = True
+      thread.join()
 
 
 def ask(service, path, body=None, **headers):
@@ -91,7 +96,7 @@ def ask(service, path, body=None, **headers):
 
 def direct(engine, prompt, size, sampling, seed=0):
   """(text, finish reason) from the engine itself; the server must be idle."""
-  tokens = [Letters.bos, *Letters().encode(prompt.encode())]
+  tokens = encode_prompt(Letters(), prompt.encode())
   request = GenerationRequest(tokens, size, sampling, seed)
   ((ids, reason),) = completions_of(engine, [request])
   return Letters().decode(ids), reason

@@ -41,7 +41,7 @@ import maxlite
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved
 from maxlite.config.schema import build
-from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.drafters import max_num_drafts
 from maxlite.inference.engine import Engine, GenerationRequest
@@ -349,7 +349,7 @@ def compare_drafts(args: argparse.Namespace) -> Table:
   tokenizer = open_tokenizer(cfg.data)
   prompts = []
   for text in PYTHON:
-    prompts.append([tokenizer.bos, *map(int, tokenizer.encode(text))])
+    prompts.append(encode_prompt(tokenizer, text))
   sampling = SamplingParams(temperature=args.temperature)
   table = Table("batch", "drafts", "tokens per step", "ms per token", "tokens/s", "speed-up")
   for num_rows in args.batch:

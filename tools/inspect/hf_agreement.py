@@ -19,7 +19,7 @@ import transformers
 import maxlite
 from maxlite.config import Config
 from maxlite.data.batch import Batch
-from maxlite.data.tokenizer import open_tokenizer
+from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.hf.conversion import to_hf
 from maxlite.runs.open_run import open_trained, open_trainer_data
 from maxlite.runs.saved_run import config_of_run, run_folder
@@ -40,7 +40,7 @@ def main() -> None:
   prompt = cfg.generate.prompt
   ids = tokenizer(prompt)["input_ids"]
   own = open_tokenizer(cfg.data)
-  assert ids == [own.bos, *own.encode(prompt.encode())], "tokenizers differ"
+  assert ids == encode_prompt(own, prompt.encode()), "tokenizers differ"
 
   compare_losses(first_batch(cfg), apply, theirs)
   length = len(ids) + cfg.generate.max_new_tokens

@@ -54,6 +54,12 @@ class DataConfig:
   chat_template_path: str = field(
     "", "Jinja2 template of conversations; empty: the tokenizer's own."
   )
+  add_bos: str = field(
+    "auto",
+    "Documents of text and raw prompts begin with bos (eos, if the tokenizer has none); `auto`: "
+    "with what the tokenizer's files put before a text, which may be nothing.",
+    choices=("auto", "true", "false"),
+  )
   packing_strategy: str = field(
     "concatenate",
     "Rows of text: documents one after the other, cut at the ends of rows; or `best_fit`, whole "

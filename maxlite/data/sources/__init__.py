@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from maxlite.data.split import Reader
 from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
+from maxlite.data.vocabulary_check import check_vocabulary
 
 _SYNTHETIC_TRAIN_ROWS = 1 << 20
 _SYNTHETIC_EVAL_ROWS = 1 << 10
@@ -184,12 +184,7 @@ def _open_required_chat(cfg: DataConfig, tokenizer: Tokenizer) -> ChatEncoder:
 def _open_fitting_tokenizer(cfg: DataConfig, vocab_size: int) -> Tokenizer:
   """Open the tokenizer; raise UserError if the model has fewer ids."""
   tokenizer = open_tokenizer(cfg)
-  if tokenizer.size > vocab_size:
-    multiple_of_64 = math.ceil(tokenizer.size / 64) * 64
-    raise UserError(
-      f"the tokenizer has {tokenizer.size} ids and the model vocab_size={vocab_size}: "
-      f"set vocab_size={multiple_of_64}"
-    )
+  check_vocabulary(tokenizer, vocab_size)
   return tokenizer
 
 

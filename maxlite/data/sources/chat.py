@@ -72,13 +72,19 @@ class ChatEncoder:
     stop_token_ids = [*tokenizer.stop_token_ids, *self._end_of_turn()]
     self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
 
-  def prompt(self, messages: Sequence[Message]) -> list[int]:
+  def prompt(
+    self, messages: Sequence[Message], variables: Mapping[str, Json] | None = None
+  ) -> list[int]:
     """Encode a conversation up to the start of the assistant's next answer.
+
+    Args:
+      messages: the conversation.
+      variables: further variables of the template, such as `enable_thinking`.
 
     Raises:
       UserError: the template rejects the conversation.
     """
-    text = self._template.render(messages, add_generation_prompt=True)
+    text = self._template.render(messages, add_generation_prompt=True, variables=variables or {})
     ids, _ = self._tokenizer.encode_with_offsets(text)
     return ids.tolist()
 

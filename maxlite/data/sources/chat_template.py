@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from maxlite.config.errors import UserError
@@ -69,9 +70,18 @@ class ChatTemplate:
     except RenderError as error:
       raise UserError(f"{place} is not a Jinja2 template: {error}") from None
 
-  def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """Render a conversation, optionally up to the start of the assistant's next answer."""
-    marked_text = self._render(messages, add_generation_prompt)
+  def render(
+    self,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Json] = MappingProxyType({}),
+  ) -> str:
+    """Render a conversation, optionally up to the start of the assistant's next answer.
+
+    `variables` are further ones of the template, in addition to those that it always has.
+    """
+    marked_text = self._render(messages, add_generation_prompt, variables)
     return _extract_spans(marked_text).text
 
   def render_answers(self, messages: Sequence[Message]) -> list[RenderedText]:
@@ -142,18 +152,19 @@ class ChatTemplate:
     answer = Span(len(before), max(end, len(before)))
     return RenderedText(text, [answer])
 
-  def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+  def _render(
+    self,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Json] = MappingProxyType({}),
+  ) -> str:
     """Render a conversation with OPEN and CLOSE around the output of generation blocks."""
     try:
-      text = render(
-        self._source,
-        self._today(),
-        messages=self._escape(list(messages)),
-        tools=None,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **self._variables,
-      )
+      given: dict[str, Json] = {"tools": None, "documents": None, **self._variables}
+      given |= {name: self._escape(value) for name, value in variables.items()}
+      given["messages"] = self._escape(list(messages))
+      given["add_generation_prompt"] = add_generation_prompt
+      text = render(self._source, self._today(), **given)
     except RenderError as error:
       raise UserError(f"{self._place}: {error}") from None
     if not _has_paired_marks(text) or (OPEN in text and not self._marks_answers):

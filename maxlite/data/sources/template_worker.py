@@ -38,7 +38,7 @@ class RenderError(ValueError):
   """A template is invalid, rejects its variables, or exceeds the limits."""
 
 
-def render(source: str, today: datetime.date, **variables: object) -> str:
+def render(source: str, today: datetime.date, /, **variables: object) -> str:
   """Render the template `source`, or only compile it if there are no `variables`."""
   request = json.dumps({"source": source, "today": today.isoformat(), "variables": variables})
   with _LOCK:

@@ -19,13 +19,25 @@ class QueueFullError(Exception):
 class EngineThread:
   """Runs a batcher in its own thread, behind a queue of at most `queue_size` requests.
 
-  An error in a step is passed to all requests in progress, and the thread continues.
+  The thread first compiles all programs that a request may need, while requests wait. An error in a
+  step is passed to all requests in progress, and the thread continues.
+
+  Args:
+    batcher: assigns requests to the rows of its engine.
+    queue_size: requests that may wait.
+    on_ready: called in the thread, once the programs are compiled.
   """
 
-  def __init__(self, batcher: Batcher, queue_size: int) -> None:
+  def __init__(
+    self, batcher: Batcher, queue_size: int, on_ready: Callable[[], object] = lambda: None
+  ) -> None:
     self._batcher = batcher
+    self._on_ready = on_ready
     self.throughput = batcher.throughput
-    self.max_active = batcher.engine.num_rows + queue_size
+    self.num_rows = batcher.engine.num_rows
+    self.max_active = self.num_rows + queue_size
+    self.is_ready = False
+    self.compile_error: Exception | None = None  # without programs, no request can be answered
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
@@ -52,15 +64,17 @@ class EngineThread:
         "(decode_batch_size and serve_queue_size): send fewer in one request"
       )
 
+  def check(self, request: GenerationRequest) -> None:
+    """Raise UserError if no row can hold a request."""
+    self._batcher.engine.check(request)
+
   def submit(self, on_event: dict[GenerationRequest, OnEvent]) -> None:
-    """Accept all of these requests, or none.
+    """Accept all of these requests, which `check` accepts, or none.
 
     Raises:
-      UserError: no row can hold a request, or there are more than are ever accepted.
+      UserError: there are more than are ever accepted.
       QueueFullError: the queue has no room for them.
     """
-    for request in on_event:
-      self._batcher.engine.check(request)
     self.check_number(len(on_event))
     with self._changed:
       if len(self._on_event) + len(on_event) > self.max_active:
@@ -85,6 +99,15 @@ class EngineThread:
       self._changed.notify()
 
   def _run(self) -> None:
+    try:
+      self._batcher.engine.compile_ahead(lambda: self._is_closing)
+    except Exception as error:  # of any kind: the main thread ends the server
+      self.compile_error = error
+      self.fail_all(error)
+      return
+    if not self._is_closing:
+      self.is_ready = True
+      self._on_ready()
     while True:
       with self._changed:
         self._changed.wait_for(self._has_work)

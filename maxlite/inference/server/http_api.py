@@ -7,10 +7,11 @@ import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from maxlite.config.errors import UserError
-from maxlite.data.tokenizer import Tokenizer
+from maxlite.data.tokenizer import Tokenizer, encode_prompt
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
@@ -33,6 +34,7 @@ from maxlite.inference.server.openai_schema import (
   ResponseSchema,
   UnknownModelError,
 )
+from maxlite.inference.server.server_metrics import CountRequests, ServerMetrics
 
 MAX_BODY_BYTES = 4 * 2**20
 # A body has this time, and more by what has arrived: slow links are accepted, idle ones are not.
@@ -45,8 +47,9 @@ _OTHER_BODY_BYTES = 2**16  # for all but the prompts
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the remaining length
 _MAX_ERROR_LENGTH = 500  # [characters]
 
-# Converts messages {"role": ..., "content": ...} to tokens, up to the assistant's answer.
-ChatPrompt = Callable[[Sequence[Mapping[str, str]]], list[int]]
+# Converts messages {"role": ..., "content": ...} to tokens, up to the assistant's answer, with
+# further variables of the template.
+ChatPrompt = Callable[[Sequence[JsonObject], JsonObject], list[int]]
 
 
 class GenerationError(Exception):
@@ -55,6 +58,7 @@ class GenerationError(Exception):
 
 _STATUS: dict[type[Exception], int] = {
   ValueError: 400,
+  RecursionError: 400,  # of messages that are nested too deeply
   ClientDisconnect: 400,  # while the body is sent; no client receives this
   UnknownModelError: 404,
   QueueFullError: 429,
@@ -74,6 +78,7 @@ class _Completion:
   text: str = ""
   finish_reason: str = ""
   num_tokens: int = 0
+  submitted: float = dataclasses.field(default_factory=time.perf_counter)
 
 
 # (a completion, or None for all of them; its new token, or an error).
@@ -121,24 +126,29 @@ class Api:
     self._max_prompt_bytes = MAX_BYTES_PER_TOKEN * max_length
     prompts_bytes = _MAX_ESCAPED * self._max_prompt_bytes * engine_thread.max_active
     self._max_body_bytes = min(_OTHER_BODY_BYTES + prompts_bytes, MAX_BODY_BYTES)
+    self._measured = ServerMetrics(engine_thread)
     self._tokenizer_lock = asyncio.Lock()  # tokenizers are not thread-safe
 
   def build_app(self, hosts: Sequence[str]) -> Starlette:
     """Build the ASGI application, which accepts requests to `hosts`; `*`: any."""
+    paths = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
     page = (files("maxlite.inference.server") / "page.html").read_text("utf-8")
     completions = functools.partial(self._respond, is_chat=False)
     chat = functools.partial(self._respond, is_chat=True)
     return Starlette(
       routes=[
         Route("/", lambda _: HTMLResponse(page)),
-        Route("/health", lambda _: JSONResponse({"status": "ok"})),
+        Route("/health", self._health),
         Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
         Route("/v1/models/{name:path}", self._model),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
       ],
-      middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+      middleware=[
+        Middleware(CountRequests, metrics=self._measured, paths=paths),
+        Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),
+      ],
       exception_handlers=dict.fromkeys((*_STATUS, HTTPException), _respond_with_error),
     )
 
@@ -147,14 +157,15 @@ class Api:
     if self._authorization and not hmac.compare_digest(given, self._authorization.encode()):
       raise HTTPException(401, "send the server's API key as authorization: Bearer KEY")
 
+  async def _health(self, _: Request) -> Response:
+    """Answer 503 until all programs are compiled; needs no key."""
+    if self._engine_thread.is_ready:
+      return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "compiling"}, 503)
+
   async def _metrics(self, http: Request) -> Response:
-    """Return counters in Prometheus' text format."""
     self._require_key(http)
-    counts = dataclasses.asdict(self._engine_thread.throughput)
-    del counts["num_drafts"]
-    lines = [f"maxlite_{name}_total {value}\n" for name, value in counts.items()]
-    lines.append(f"maxlite_active_requests {self._engine_thread.num_active}\n")
-    return Response("".join(lines), media_type="text/plain")
+    return Response(self._measured.text(), media_type=CONTENT_TYPE_LATEST)
 
   async def _models(self, http: Request) -> Response:
     self._require_key(http)
@@ -216,14 +227,15 @@ class Api:
       max_tokens=max_tokens,
     )
     self._engine_thread.check_number(len(request.prompts))
-    chat_bytes = 0
-    for message in request.messages:
-      chat_bytes += len(message["content"].encode(errors="replace"))
-    self._require_short(chat_bytes)
+    chat = json.dumps([request.messages, request.template_variables], ensure_ascii=False)
+    if is_chat:
+      self._require_short(len(chat.encode(errors="replace")))
     if not is_chat:
       prompts = [self._tokens(prompt) for prompt in request.prompts]
     elif self._chat_prompt:
-      prompts = [self._chat_prompt(request.messages)]
+      prompts = [self._chat_prompt(request.messages, request.template_variables)]
+    elif request.template_variables:
+      raise UserError("chat_template_kwargs needs a model with a chat template; leave it out")
     else:  # without a chat template the model continues a transcript, up to the user's next line
       prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
@@ -234,21 +246,18 @@ class Api:
       max_tokens = max(self._max_length - longest, 1)
     completions: list[_Completion] = []
     for index, prompt in enumerate(prompts):
-      detokenizer = Detokenizer(self._tokenizer.decode, request.stop_strings)
       generation_request = request.generation_request(prompt, max_tokens, index)
+      self._engine_thread.check(generation_request)
+      detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
       completions.append(_Completion(generation_request, detokenizer))
     return request, completions
 
   def _tokens(self, prompt: Prompt) -> list[int]:
-    """The tokens of a prompt: for text the bos token and its encoding."""
+    """Return the tokens of a prompt."""
     if isinstance(prompt, str):
       text = prompt.encode(errors="replace")  # JSON can encode half of a surrogate pair
       self._require_short(len(text))
-      return [self._tokenizer.bos, *map(int, self._tokenizer.encode(text))]
-    if max(prompt) >= self._tokenizer.size:
-      raise UserError(
-        f"prompt: token {max(prompt)} is outside the vocabulary of {self._tokenizer.size} tokens"
-      )
+      return encode_prompt(self._tokenizer, text)
     return list(prompt)
 
   def _require_short(self, num_bytes: int) -> None:
@@ -279,9 +288,14 @@ class Api:
     while not all(completion.finish_reason for completion in completions):
       completion, event = await received.get()
       if isinstance(event, Exception):
+        if completion is not None:
+          self._measured.generation_errors.inc()
         raise GenerationError(f"generation failed: {event}")
       if completion is None or completion.finish_reason:
         continue
+      if not completion.num_tokens:
+        seconds = time.perf_counter() - completion.submitted
+        self._measured.first_token_seconds.observe(seconds)
       new = completion.detokenizer.push(event)
       completion.text += new.text
       completion.finish_reason = new.finish_reason
@@ -317,7 +331,7 @@ async def _events(
   """Format `pieces` as server-sent events."""
   try:
     async for index, text in pieces:
-      choice = schema.choice(index, text, completions[index].finish_reason, is_chunk=True)
+      choice = schema.chunk_choice(index, text, completions[index].finish_reason)
       yield _event(schema.response([choice], is_chunk=True))
   except GenerationError as error:
     yield _event({"error": {"message": str(error), "type": "server_error"}})

@@ -132,6 +132,11 @@ class HttpServer(uvicorn.Server):
     )
     super().__init__(config)
 
+  async def on_tick(self, counter: int) -> bool:
+    """Return whether the server ends: after an interrupt, or without a program to run."""
+    has_failed = self._engine_thread.compile_error is not None
+    return has_failed or await super().on_tick(counter)
+
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     """End the open requests with an error, then the connections."""
     self._engine_thread.fail_all(ConnectionError("the server is shutting down"))

@@ -1,38 +1,69 @@
 """The schema of OpenAI's completions API: parse and validate requests, build responses."""
 
+import contextlib
 import dataclasses
+import json
 import math
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 from maxlite.config.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
 
 Prompt = str | tuple[int, ...]  # text, or token ids
-Message = dict[str, str]  # {"role": ..., "content": ...}
-JsonObject = dict[str, object]
+JsonObject = dict[str, Any]
+Message = JsonObject  # {"role": ..., "content": ..., ...}
 
-# Parameters that clients send but that are not supported, with the values that have no effect.
+# Parameters that clients send but that are not supported, with the values that have no effect; null
+# has none either.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-  "n": (1, None),
-  "best_of": (1, None),
-  "echo": (False, None),
-  "logprobs": (None, False),
-  "suffix": (None, ""),
-  "frequency_penalty": (0, None),
-  "presence_penalty": (0, None),
-  "logit_bias": (None, {}),
+  "audio": (),
+  "best_of": (1,),
+  "echo": (False,),
+  "frequency_penalty": (0,),
+  "function_call": ("none", "auto"),
+  "functions": ([],),
+  "logit_bias": ({},),
+  "logprobs": (False,),
+  "modalities": (["text"],),
+  "n": (1,),
+  "parallel_tool_calls": (True, False),
+  "prediction": (),
+  "presence_penalty": (0,),
+  "prompt_cache_retention": (),
+  "reasoning_effort": (),
+  "response_format": ({"type": "text"},),
+  "service_tier": ("auto", "default"),
+  "store": (False,),
+  "suffix": ("",),
+  "tool_choice": ("none", "auto"),
+  "tools": ([],),
+  "top_logprobs": (0,),
+  "verbosity": ("medium",),
+  "web_search_options": (),
 }
-IGNORED = ("user",)
+NEUTRAL_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they only name a request
 MAX_TEMPERATURE = 2.0  # OpenAI's; above it completions are noise
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 # Each stop string is searched for after every token.
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1000
-_ROLES = ("system", "developer", "user", "assistant")
-_MESSAGE_KEYS = ("role", "content")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What templates read of a message; other fields have to be empty.
+_MESSAGE_KEYS = (
+  *("role", "content", "name", "tool_calls", "tool_call_id"),
+  *("reasoning_content", "reasoning", "thinking"),
+)
+# Variables of templates that the server sets.
+_SET_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message")
+_CALLS_RULE = (
+  'tool_calls of a message must be a list of {"function": {"name": ..., "arguments": ...}}'
+)
 _PROMPT_RULE = "prompt must be a string, a list of tokens, or a list of such"
 
 
@@ -53,6 +84,7 @@ class CompletionRequest:
     stop_strings: texts that end a completion.
     stream: whether the response is a stream of chunks.
     include_usage: whether a stream ends with a chunk of token counts.
+    template_variables: variables for the chat template, such as `enable_thinking`.
   """
 
   prompts: tuple[Prompt, ...]
@@ -63,6 +95,7 @@ class CompletionRequest:
   stop_strings: tuple[str, ...]
   stream: bool
   include_usage: bool
+  template_variables: JsonObject
 
   def generation_request(self, tokens: list[int], max_tokens: int, n: int) -> GenerationRequest:
     """The request to the engine for the n-th completion, whose prompt is `tokens`."""
@@ -115,13 +148,11 @@ def parse_request(
   else:
     prompts = _parse_prompts(given.pop("prompt", ""))
   sampling = _take_sampling(given)
-  for name in ("max_completion_tokens", "max_tokens"):
+  for name in ("max_tokens", "max_completion_tokens"):  # the first is deprecated in chats
     limit = given.pop(name, None)
     if limit is not None:
-      max_tokens = _integer("max_tokens", limit)
-  options = given.pop("stream_options", None) or {}
-  if not isinstance(options, dict):
-    raise UserError("stream_options must be an object")
+      max_tokens = _integer(name, limit)
+  options = _take_object(given, "stream_options")
   request = CompletionRequest(
     prompts=prompts,
     messages=messages,
@@ -130,11 +161,33 @@ def parse_request(
     seed=_parse_seed(given.pop("seed", None)),
     stop_strings=_parse_stop(given.pop("stop", None)),
     stream=_boolean("stream", given.pop("stream", None)),
-    include_usage=_boolean("include_usage", options.get("include_usage")),
+    include_usage=_boolean("include_usage", options.pop("include_usage", None)),
+    template_variables=_take_template_variables(given) if is_chat else {},
   )
   for name, value in given.items():
-    _require_neutral(name, value)
+    _require_neutral(name, value, NEUTRAL)
+  for name, value in options.items():
+    _require_neutral(name, value, NEUTRAL_STREAM_OPTIONS)
   return request
+
+
+def _take_object(given: JsonObject, name: str) -> JsonObject:
+  """Remove a parameter from `given` and return it as an object; an empty one if it is null."""
+  value = given.pop(name, None)
+  if value is None:
+    return {}
+  if not isinstance(value, dict):
+    raise UserError(f"{name} must be an object")
+  return dict(value)
+
+
+def _take_template_variables(given: JsonObject) -> JsonObject:
+  """Remove `chat_template_kwargs` from `given` and return it."""
+  variables = _take_object(given, "chat_template_kwargs")
+  for name in _SET_VARIABLES:
+    if name in variables:
+      raise UserError(f"chat_template_kwargs has {name}, which the server sets; leave it out")
+  return variables
 
 
 def _take_sampling(given: JsonObject) -> SamplingParams:
@@ -183,11 +236,11 @@ def _check_magnitude(name: str, value: float) -> None:
     raise UserError(f"{name} must be a number up to {MAX_NUMBER}")
 
 
-def _require_neutral(name: str, value: object) -> None:
-  """Raise UserError if a parameter that no parser has read is unknown, or has an effect."""
-  if name not in NEUTRAL:
+def _require_neutral(name: str, value: object, known: Mapping[str, tuple[object, ...]]) -> None:
+  """Raise UserError if a parameter that no parser has read is not `known`, or has an effect."""
+  if name not in known:
     raise UserError(f"{name} is not a known parameter")
-  for neutral in NEUTRAL[name]:
+  for neutral in (None, *known[name]):
     # In Python 0 equals False, but logprobs=0 requests log-probabilities, logprobs=false does not.
     if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
       return
@@ -195,7 +248,13 @@ def _require_neutral(name: str, value: object) -> None:
 
 
 def transcript(messages: tuple[Message, ...]) -> str:
-  """Format a conversation as lines of `role: content`, up to the assistant's answer."""
+  """Format a conversation as lines of `role: content`, up to the assistant's answer.
+
+  Raises:
+    UserError: a message calls tools.
+  """
+  if any("tool_calls" in message for message in messages):
+    raise UserError("messages with tool_calls need a model with a chat template")
   lines = [f"{message['role']}: {message['content']}\n" for message in messages]
   return "".join(lines) + "assistant:"
 
@@ -213,6 +272,7 @@ class ResponseSchema:
       "model": model,
     }
     self._is_chat = is_chat
+    self._begun: set[int] = set()  # choices that have a chunk
 
   def response(self, choices: list[JsonObject], *, is_chunk: bool = False) -> JsonObject:
     """A response, or a chunk of one, with the given choices."""
@@ -224,22 +284,26 @@ class ResponseSchema:
       kind = "chat.completion"
     return self._head | {"object": kind, "choices": choices}
 
-  def choice(
-    self, index: int, text: str, finish_reason: str, *, is_chunk: bool = False
-  ) -> JsonObject:
-    """The completion number `index`, or in a chunk its new text; finish_reason "" becomes null."""
-    choice: JsonObject = {
-      "index": index,
-      "logprobs": None,
-      "finish_reason": finish_reason or None,
-    }
+  def choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
+    """The completion number `index`; finish_reason "" becomes null."""
+    choice = self._empty_choice(index, finish_reason)
+    if self._is_chat:
+      return choice | {"message": {"role": "assistant", "content": text}}
+    return choice | {"text": text}
+
+  def chunk_choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
+    """What a chunk adds to `choice`: new text, and in the first chunk the role."""
+    choice = self._empty_choice(index, finish_reason)
     if not self._is_chat:
-      choice["text"] = text
-    elif is_chunk:
-      choice["delta"] = {"role": "assistant", "content": text}
-    else:
-      choice["message"] = {"role": "assistant", "content": text}
-    return choice
+      return choice | {"text": text}
+    delta = {"content": text}
+    if index not in self._begun:
+      self._begun.add(index)
+      delta = {"role": "assistant", "content": text}
+    return choice | {"delta": delta}
+
+  def _empty_choice(self, index: int, finish_reason: str) -> JsonObject:
+    return {"index": index, "logprobs": None, "finish_reason": finish_reason or None}
 
 
 def _parse_prompts(given: object) -> tuple[Prompt, ...]:
@@ -279,16 +343,47 @@ def _parse_messages(given: object) -> tuple[Message, ...]:
 
 
 def _parse_message(given: object) -> Message:
-  """Parse a message's role and its content, a string or a list of text parts."""
+  """Parse a message: its role, its content (text or text parts), and fields that are not null."""
   message = given if isinstance(given, dict) else {}
   role = message.get("role")
   text = _parse_content(message.get("content"))
-  if role not in _ROLES or text is None:
+  calls = _parse_tool_calls(message.get("tool_calls"))
+  is_call = bool(calls) and role == "assistant" and message.get("content") is None
+  if role not in _ROLES or (text is None and not is_call):
     raise UserError('a message must be {"role": "user", "content": "..."}, with text only')
+  parsed: Message = {"role": role, "content": text}
   for name, value in message.items():
-    if value and name not in _MESSAGE_KEYS:
-      raise UserError(f"a message with {name} is not supported; leave it out")
-  return {"role": role, "content": text}
+    if name not in _MESSAGE_KEYS:
+      if value:
+        raise UserError(f"a message with {name} is not supported; leave it out")
+    elif name not in ("role", "content", "tool_calls") and value is not None:
+      if not isinstance(value, str):
+        raise UserError(f"{name} of a message must be a string")
+      parsed[name] = value
+  if calls:
+    parsed["tool_calls"] = calls
+  return parsed
+
+
+def _parse_tool_calls(given: object) -> list[JsonObject]:
+  """Parse the calls of a message, with their arguments as objects, as templates read them."""
+  if given is None:
+    return []
+  if not isinstance(given, list):
+    raise UserError(_CALLS_RULE)
+  return [_parse_tool_call(call) for call in given]
+
+
+def _parse_tool_call(given: object) -> JsonObject:
+  call = given if isinstance(given, dict) else {}
+  function = call.get("function")
+  if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    raise UserError(_CALLS_RULE)
+  arguments = function.get("arguments")
+  if isinstance(arguments, str):
+    with contextlib.suppress(ValueError, RecursionError):
+      arguments = json.loads(arguments)
+  return call | {"function": function | {"arguments": arguments}}
 
 
 def _parse_content(given: object) -> str | None:

@@ -49,8 +49,6 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       min_prompt_length=_MIN_PROMPT_LENGTH,
       prompt_growth=_PROMPT_GROWTH,
     )
-  engine.compile_ahead()  # not while the first client waits
-  write_line(f"compiled in {engine.compile_seconds:.1f} s")
   host = cfg.serve.serve_host
   api_key = read_api_key(cfg.serve)
   if not api_key and not is_loopback(host):
@@ -58,7 +56,15 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       f"warning: serve_host={host} lets other machines use this server without a key: set "
       f"serve_api_key or {API_KEY_VARIABLE}"
     )
-  with EngineThread(Batcher(engine), cfg.serve.serve_queue_size).running() as engine_thread:
+  url = f"http://{url_host(host)}:{listening.getsockname()[1]}/"
+
+  def report_ready() -> None:
+    write_line(f"compiled in {engine.compile_seconds:.1f} s")
+    write_line(f"serving {cfg.run.run_name} on {url}")
+
+  thread = EngineThread(Batcher(engine), cfg.serve.serve_queue_size, report_ready)
+  write_line(f"compiling; until then {url}health is 503, and requests wait")
+  with thread.running() as engine_thread:
     api = Api(
       engine_thread,
       tokenizer,
@@ -72,8 +78,8 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       engine_thread,
       max_per_address=cfg.serve.serve_connections_per_address,
     )
-    address = f"{url_host(host)}:{listening.getsockname()[1]}"
-    write_line(f"serving {cfg.run.run_name} on http://{address}/")
     with contextlib.suppress(KeyboardInterrupt):
       server.run([listening])
+  if thread.compile_error is not None:
+    raise thread.compile_error
   return 0
