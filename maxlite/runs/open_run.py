@@ -11,11 +11,11 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, UserError, exit_on_user_error, public_values
+from maxlite.config import Config, UserError, exit_on_user_error, public_values, read_values
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
 from maxlite.config.registry import CALLBACKS
-from maxlite.config.schema import HostsConfig
+from maxlite.config.schema import MESH_AXES, HostsConfig, MeshConfig, build
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import (
@@ -45,12 +45,13 @@ from maxlite.metrics.writers import (
   read_rows,
 )
 from maxlite.runs.saved_run import run_folder, token_cache
+from maxlite.sharding.mesh import build_mesh
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.model_weights import checkpoint_step, read_parameters
 from maxlite.training.objective import Objective
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
 
 
 @contextlib.contextmanager
@@ -69,15 +70,52 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 
-def open_trainer(cfg: Config) -> Trainer:
-  """Build the trainer on all devices, after setting up this process."""
+def open_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
+  """Build the trainer on `devices`, by default on all, after setting up this process."""
   keep_freed_memory()
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process()
   if process:
     open_console(log_format=cfg.observe.log_format).print(process)
-  trainer = build_trainer(cfg)
+  trainer = build_trainer(cfg, devices)
   trainer.check_devices()
+  return trainer
+
+
+def open_saved_trainer(cfg: Config) -> Trainer:
+  """`open_trainer` of a run that was trained, perhaps on more devices than there are here.
+
+  If the devices do not make the mesh of its training, it gets one with `fsdp` only; a mesh of the
+  command line must fit.
+  """
+  ici = mesh_degrees(cfg.mesh, "ici")
+  dcn = mesh_degrees(cfg.mesh, "dcn")
+  try:
+    build_mesh(ici, dcn)
+  except UserError:
+    saved = build(MeshConfig, read_values(run_folder(cfg).config))
+    if cfg.mesh != saved or jax.process_count() > 1:
+      raise
+  else:
+    return open_trainer(cfg)
+  rules = cfg.mesh.logical_axis_rules
+  smaller = dataclasses.replace(
+    cfg, mesh=MeshConfig(logical_axis_rules=rules, sharding_tolerance=1.0)
+  )
+  try:
+    trainer = open_trainer(smaller)
+  except UserError:  # a batch or an axis of the model that the devices do not divide
+    trainer = open_trainer(smaller, jax.devices()[:1])
+  degrees = []
+  for axis, within, between in zip(MESH_AXES, ici, dcn, strict=True):
+    if within != 1:
+      degrees.append(f"ici_{axis}_parallelism={within}")
+    if between not in (1, -1):
+      degrees.append(f"dcn_{axis}_parallelism={between}")
+  print_to_stderr(
+    f"the mesh of the run, {' '.join(degrees)}, does not fit the devices here: using "
+    f"{trainer.mesh.size} of {jax.device_count()} with ici_fsdp_parallelism=-1"
+  )
   return trainer
 
 
@@ -321,7 +359,7 @@ def open_trained(cfg: Config) -> tuple[Trainer, PyTree]:
 
 def open_weights(cfg: Config) -> tuple[Trainer, PyTree, PyTree, int]:
   """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
-  trainer = open_trainer(cfg)
+  trainer = open_saved_trainer(cfg)
   folder = run_folder(cfg)
   checkpoints = Checkpoints(
     cfg.checkpoint, folder.checkpoints, print_to_stderr, cfg.model, cfg.run.allow_changes

@@ -42,6 +42,18 @@ def test_evaluation_equals_that_of_the_run(finished):
   assert evaluated(folder, "eval_steps=-1") != first
 
 
+def test_a_mesh_of_a_run_that_this_machine_has_not_is_replaced(copy, capsys):
+  config = copy / "run" / "config.yml"
+  text = config.read_text()
+  assert "ici_tensor_parallelism: 1" in text
+  config.write_text(text.replace("ici_tensor_parallelism: 1", "ici_tensor_parallelism: 16"))
+  loss = f"eval_loss {logged(copy)[-1]['eval_loss']:.5g}"
+  assert loss in evaluated(copy)
+  assert "ici_tensor_parallelism=16, does not fit the devices here" in capsys.readouterr().err
+  with pytest.raises(SystemExit):  # one that is typed is not replaced
+    evaluated(copy, "ici_expert_parallelism=32")
+
+
 @pytest.mark.slow
 def test_eval_documents_writes_the_loss_of_each_document(copy):
   text = copy / "text.txt"
