@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -97,10 +97,12 @@ _trainers: dict[str, Trainer] = {}
 _eval_steps: dict[tuple[str, bytes], Callable] = {}
 
 
-def trainer_with_shared_programs(cfg: Config) -> Trainer:
+def trainer_with_shared_programs(
+  cfg: Config, devices: Sequence[jax.Device] | None = None
+) -> Trainer:
   """A new trainer with the compiled functions of earlier ones, which may differ in other keys."""
-  if cfg.phasing.phases:
-    return build_trainer(cfg)
+  if cfg.phasing.phases or devices is not None:
+    return build_trainer(cfg, devices)
   optimizer = with_schedule_steps(cfg.optimizer, cfg.run.steps)
   sizes = [getattr(cfg.data, name) for name in BATCH_KEYS]
   key = repr((cfg.mesh, cfg.model, cfg.training, cfg.local_updates, optimizer, sizes))
