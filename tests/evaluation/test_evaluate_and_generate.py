@@ -49,7 +49,10 @@ def test_a_mesh_of_a_run_that_this_machine_has_not_is_replaced(copy, capsys):
   config.write_text(text.replace("ici_data_parallelism: 1", "ici_data_parallelism: 16"))
   loss = evaluated(copy).partition("eval_loss ")[2].split()[0]
   assert float(loss) == pytest.approx(logged(copy)[-1]["eval_loss"], rel=1e-5)
-  assert "ici_data_parallelism=16, does not fit the devices here" in capsys.readouterr().err
+  assert (
+    "the mesh of the run, ici_data_parallelism=16 ici_fsdp_parallelism=-1, does not fit"
+    in capsys.readouterr().err
+  )
   with pytest.raises(SystemExit):  # one that is typed is not replaced
     evaluated(copy, "ici_expert_parallelism=32")
 
