@@ -1,7 +1,10 @@
 """Templates may use the Jinja2 features of published ones, and render as in `transformers`."""
 
+import contextlib
 import datetime
+import itertools
 import json
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -17,9 +20,9 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture
 def impatient_worker(monkeypatch):
   monkeypatch.setattr(template_worker, "CPU_SECONDS", 1)
-  template_worker._worker.cache_clear()
+  template_worker._stop_idle()
   yield
-  template_worker._worker.cache_clear()
+  template_worker._stop_idle()
 
 
 # Features of published templates, each with its output for CONVERSATION.
@@ -108,6 +111,52 @@ def test_a_template_has_limits(impatient_worker, source, message):
   with pytest.raises(ValueError, match=message):
     template_of(source).render(CONVERSATION)
   assert template_of("{{ messages | length }}").render(CONVERSATION) == "4"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # abandoned workers
+def test_an_interrupt_leaves_no_answer_for_the_next_request():
+  """Before whichever line of the module it arrives."""
+
+  def rendered(n):
+    return template_worker.render("{{ n }}", TODAY, n=n)
+
+  for n in itertools.count():
+    rendered(-1)  # a worker is idle
+    try:
+      with interrupted_before_line(template_worker.__file__, n):
+        rendered(n)
+    except KeyboardInterrupt:
+      assert rendered(n + 1) == f"{n + 1}"
+    else:
+      assert n > 10
+      return
+
+
+@contextlib.contextmanager
+def interrupted_before_line(file, n):
+  """Raise KeyboardInterrupt before the line of `file` that runs after `n` others."""
+  num_lines = itertools.count()
+
+  def trace(frame, event, _argument):
+    if frame.f_code.co_filename != file:
+      return None
+    if event == "line" and next(num_lines) == n:
+      raise KeyboardInterrupt
+    return trace
+
+  former = sys.gettrace()
+  sys.settrace(trace)
+  try:
+    yield
+  finally:
+    sys.settrace(former)
+
+
+def test_a_worker_that_is_killed_is_replaced():
+  template = template_of("{{ messages | length }}")
+  ((worker,),) = template_worker._IDLE.values()
+  worker.kill()
+  assert template.render(CONVERSATION) == "4"
 
 
 @pytest.mark.hf
