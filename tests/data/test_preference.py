@@ -26,7 +26,7 @@ def pair_of(tmp_path, record):
   """What is read of this line: (prompt, chosen, rejected)."""
   file = tmp_path / "pairs.jsonl"
   file.write_text(f"{json.dumps(record)}\n")
-  ((prompt, answers, _),) = preference_documents(file, "", 0, 1)
+  ((prompt, answers, _, _),) = preference_documents(file, "", 0, 1)
   chosen, rejected = json.loads(answers)
   return json.loads(prompt), chosen, rejected
 
@@ -47,11 +47,6 @@ def test_every_form_of_a_line_is_the_same_pair(tmp_path, record):
   assert pair_of(tmp_path, record) == ([USER], [GOOD], [BAD])
 
 
-def test_equal_conversations_have_an_answer(tmp_path):
-  record = {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
-  assert pair_of(tmp_path, record) == ([USER], [GOOD], [GOOD])
-
-
 @pytest.mark.parametrize(
   ("record", "message"),
   [
@@ -61,6 +56,9 @@ def test_equal_conversations_have_an_answer(tmp_path):
     ({"prompt": "a", "chosen": [], "rejected": "c"}, "a list of at least one message"),
     ({"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "remove `prompt`, or"),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt must be a list"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["d"]}, "images .*only text"),
   ],
   ids=lambda value: "" if isinstance(value, dict) else value,
 )

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -41,7 +42,7 @@ class RenderError(ValueError):
   """A template is invalid, rejects its variables, or exceeds the limits."""
 
 
-def render(source: str, today: datetime.date, **variables: object) -> str:
+def render(source: str, today: datetime.date, /, **variables: object) -> str:
   """Render the template `source`, or only compile it if there are no `variables`.
 
   A worker is in `_IDLE` only between a complete answer and the next request. Therefore no request
@@ -152,14 +153,20 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Return `x` as JSON, as in `transformers`; Jinja's own filter escapes HTML."""
-  return json.dumps(
+  """Return `x` as JSON, as in `transformers`; Jinja's own filter escapes HTML.
+
+  The noncharacters that mark special tokens in messages stay as they are.
+  """
+  text = json.dumps(
     x,
-    ensure_ascii=ensure_ascii,
+    ensure_ascii=False,
     indent=indent,
     separators=separators,
     sort_keys=sort_keys,
   )
+  if ensure_ascii:
+    return re.sub("[^\x00-\x7e\ufdd0-\ufdef]", lambda match: json.dumps(match[0])[1:-1], text)
+  return text
 
 
 def _raise(message: str) -> NoReturn:
