@@ -63,8 +63,13 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
+  notes = []
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-    open_tokenizer(cfg.data)  # raises if it is damaged
+    opened = open_tokenizer(cfg.data)  # raises if it is damaged
+    try:
+      open_chat(cfg.data, opened)  # warns if it has no end token
+    except UserError as error:
+      notes.append(f"conversations cannot be rendered, since {error}")
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
@@ -74,7 +79,7 @@ def from_hf(folder: str, argv: Sequence[str]) -> str:
     params[path] = dataclasses.replace(chunked, chunks=counted)
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*keys, *TOKENIZER), params)
-  notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
+  notes.insert(0, f"{target}: {_count(abstract):,} parameters of {family.model_type}")
   damaged = {path for path, count in not_finite.items() if count}
   if damaged:
     total = not_finite.total()
