@@ -1,13 +1,13 @@
 """Templates may use the Jinja2 features of published ones, and render as in `transformers`."""
 
-import contextlib
 import datetime
+import gc
 import itertools
 import json
-import sys
 from importlib.util import find_spec
 
 import pytest
+from interrupts import interrupted_before_line
 
 from maxlite.config.errors import UserError
 from maxlite.data.sources import template_worker
@@ -194,27 +194,8 @@ def test_an_interrupt_leaves_no_answer_for_the_next_request():
       assert rendered(n + 1) == f"{n + 1}"
     else:
       assert n > 10
-      return
-
-
-@contextlib.contextmanager
-def interrupted_before_line(file, n):
-  """Raise KeyboardInterrupt before the line of `file` that runs after `n` others."""
-  num_lines = itertools.count()
-
-  def trace(frame, event, _argument):
-    if frame.f_code.co_filename != file:
-      return None
-    if event == "line" and next(num_lines) == n:
-      raise KeyboardInterrupt
-    return trace
-
-  former = sys.gettrace()
-  sys.settrace(trace)
-  try:
-    yield
-  finally:
-    sys.settrace(former)
+      break
+  gc.collect()  # while the warnings are filtered
 
 
 def test_a_worker_that_is_killed_is_replaced():
