@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from maxlite.data.tokenizer_config import find_special_ids, read_tokenizer_confi
 MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundred thousand
 # A Unicode noncharacter: inside the spelling of a special token it makes the token plain text.
 ESCAPE = "\ufdd0"
+_ENCODING = threading.Lock()  # threads share a tokenizer, and with it encode_special_tokens
 _BYTE_BOS = "<|begin_of_text|>"
 _BYTE_EOS = "<|end_of_text|>"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a text that the vocabulary cannot spell
@@ -245,9 +247,10 @@ def _run(
   Raises:
     UserError: it did.
   """
-  tokenizer.encode_special_tokens = not parse_special
   try:
-    return getattr(tokenizer, method)(texts, add_special_tokens=False)
+    with _ENCODING:
+      tokenizer.encode_special_tokens = not parse_special
+      return getattr(tokenizer, method)(texts, add_special_tokens=False)
   except BaseException as error:  # a panic of the Rust library
     if type(error).__name__ != "PanicException":
       raise
@@ -380,6 +383,8 @@ def open_tokenizer(cfg: DataConfig) -> Tokenizer:
     path = str(file)
   tokenizer: Tokenizer = TOKENIZERS[cfg.tokenizer_type](path)
   first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+  if not hasattr(tokenizer, "prefix_ids"):  # of a plug-in for an earlier version
+    tokenizer.prefix_ids = (first,)
   if cfg.add_bos != "auto":
     tokenizer.prefix_ids = (first,) if cfg.add_bos == "true" else ()
   if tokenizer.prefix_ids != (first,):

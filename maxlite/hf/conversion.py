@@ -86,9 +86,9 @@ def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None
   cfg = load_config(argv, defaults=DEFAULTS | keys | tokenizer | lora, needs_data=False)
   _require_unchanged(keys, flatten(cfg), f"{directory}/config.json")
   target = _new_run(cfg)
-  tokenizer_note = ""
+  notes = []
   if tokenizer and not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-    tokenizer_note = _check_tokenizer(cfg)
+    notes = _tokenizer_notes(cfg)
   abstract = abstract_params(cfg.model)
   not_finite = collections.Counter[str]()
   params = {}
@@ -99,7 +99,7 @@ def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None
   with _created_at(target) as temporary:
     _write_run(RunFolder(temporary), cfg, (*keys, *lora, *TOKENIZER), params)
     write_source(RunFolder(temporary), directory, family, cfg.model)
-  notes = [f"{target}: {_count(abstract):,} parameters of {family.model_type}"]
+  notes.insert(0, f"{target}: {_count(abstract):,} parameters of {family.model_type}")
   damaged = {path for path, count in not_finite.items() if count}
   if damaged:
     total = not_finite.total()
@@ -109,8 +109,6 @@ def from_hf(folder: str, argv: Sequence[str], adapter: PeftAdapter | None = None
     notes.append(f"only the text model, without {shorten_list(left_out)}")
   if cfg.model.vocab_size > keys["vocab_size"]:
     notes.append(f"rows {keys['vocab_size']} to {cfg.model.vocab_size} of the vocabulary are zero")
-  if tokenizer_note:
-    notes.append(tokenizer_note)
   if not tokenizer and cfg.data.tokenizer_type == "byte":
     notes.append("the folder has no tokenizer.json or tokenizer.model: using byte tokens")
   return "; ".join(notes)
@@ -129,14 +127,19 @@ def _read_weights(
   return read | adapter.read(family, cfg.model, mappings, adapters)
 
 
-def _check_tokenizer(cfg: Config) -> str:
-  """Return a note if the tokenizer has ids that the model lacks; raise UserError if damaged."""
+def _tokenizer_notes(cfg: Config) -> list[str]:
+  """Return what keeps the tokenizer from being used; raise UserError if it is damaged."""
   tokenizer = open_tokenizer(cfg.data)
+  notes = []
   try:
     check_vocabulary(tokenizer, cfg.model.vocab_size)
   except UserError as error:
-    return f"{error} in another import, before it can be used"
-  return ""
+    notes.append(f"{error} in another import, before it can be used")
+  try:
+    open_chat(cfg.data, tokenizer)  # warns if it has no end token
+  except UserError as error:
+    notes.append(f"conversations cannot be rendered, since {error}")
+  return notes
 
 
 def to_hf(argv: Sequence[str]) -> str:

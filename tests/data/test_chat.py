@@ -6,16 +6,24 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import tokenizers
 from chat_cases import ANSWERS, CONVERSATIONS, MARKED, UNMARKED, save_tokenizer, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config
+from maxlite.config.errors import UserError
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedConversations, first_fit
-from maxlite.data.sources.chat import ChatEncoder, chat_documents, fixed_date, open_chat
+from maxlite.data.sources.chat import (
+  MAX_CHARACTERS,
+  ChatEncoder,
+  chat_documents,
+  fixed_date,
+  open_chat,
+)
 from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
 from maxlite.data.tokenizer import open_tokenizer
 
@@ -180,6 +188,184 @@ def test_the_date_in_training_data_is_fixed(tokenizer):
   source = "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}"
   ((ids, _),) = chat_of(tokenizer, source).encode(turns("é"))
   assert tokenizer.decode(ids) == '01 Jan 2025[{"role": "user", "content": "é"}]'
+
+
+@pytest.mark.parametrize("source", [MARKED[0], UNMARKED[0]], ids=["marked", "unmarked"])
+def test_answers_of_weight_zero_are_in_no_loss(tokenizer, source):
+  messages = turns("two?", "It is two.", "three?", "five", "two?", "two")
+  for omitted in itertools.product([0, 1], repeat=3):
+    expected = []
+    for n, answer in enumerate(["It is two.", "five", "two"]):
+      messages[2 * n + 1]["weight"] = omitted[n]
+      if omitted[n]:
+        expected.append(f"{answer}<IM_END>")
+    assert masked_text(tokenizer, source, messages) == expected
+
+
+def test_weights_hold_for_templates_that_mark_several_parts_of_a_message(tokenizer):
+  source = (
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|"
+    "{% if m.role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    "{% endfor %}"
+  )
+  messages = turns("two?", "It is two.", "three?", "five")
+  messages[1]["weight"] = 0
+  assert masked_text(tokenizer, source, messages) == ["two?", "three?", "five", "</S>"]
+
+
+def test_an_answer_of_weight_zero_becomes_no_document(tokenizer):
+  messages = turns("a", "b", "c", "d")
+  messages[1]["weight"] = 0
+  ((ids, is_answer),) = chat_of(tokenizer, LAST_DIFFERS).encode(messages)
+  assert spelled(tokenizer, ids[is_answer]) == "so: d<IM_END>"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_TOOLS = (
+  "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}{{ m.role }}: "
+  "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+  "{% if m.content is defined %}{{ m.content }}{% endif %}"
+  "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CALLS = [
+  {"role": "user", "content": "1+1?"},
+  {"role": "assistant", "content": None, "tool_calls": [CALL]},
+  {"role": "tool", "content": "2"},
+  {"role": "assistant", "content": "two"},
+]
+
+
+def texts_of(folder, source, record):
+  """The texts that a row becomes, and their answers."""
+  write_lines(folder, [record])
+  tokens = open_with(folder, source, max_target_length=999, packing=False).source.train
+  texts = []
+  for index in range(len(tokens)):
+    row = tokens[index]
+    for chosen in (row["segment_BT"] > 0, row["weight_BT"] > 0):
+      texts.append(bytes(i for i in row["targets_BT"][chosen].tolist() if i < 256).decode())
+  return texts
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_tools_and_calls_are_rendered(tmp_path, tools):
+  text, answers = texts_of(tmp_path, WITH_TOOLS, {"messages": CALLS, "tools": tools})
+  calls = json.dumps([CALL])
+  assert text == f"{json.dumps(TOOLS)}]user: 1+1?\nassistant: {calls}\ntool: 2\nassistant: two\n"
+  assert answers == f"{calls}two"
+
+
+def test_variables_of_the_template_are_passed(tmp_path):
+  record = {"messages": turns("a", "b"), "chat_template_kwargs": {"style": "<|end_of_text|>"}}
+  (text, _) = texts_of(tmp_path, "{{ 'in ' + style }}" + UNMARKED[2], record)
+  assert text == "n <|end_of_text|>user: a\nassistant: b\n"
+
+
+@pytest.mark.parametrize(
+  ("record", "name"),
+  [
+    ({"messages": turns("a", "b"), "tools": TOOLS}, "tools"),
+    ({"messages": CALLS}, "tool_calls"),
+  ],
+)
+def test_a_template_that_drops_tools_or_their_calls_is_refused(tmp_path, record, name):
+  source = UNMARKED[2].replace("message.content", "(message.content or '')")
+  with pytest.raises(ValueError, match=rf"a\.jsonl:1: .* does not print {name}: "):
+    texts_of(tmp_path, source, record)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"functions": [{"name": "add"}]}, "functions .*: write tools"),
+    ({"system": "Be kind."}, "system .*as the first message"),
+    ({"images": ["a.png"]}, "images .*only text is read"),
+    ({"weight": 0.5}, "weight .*in the messages"),
+    ({"label": False}, "label: false"),
+    ({"tools": {"name": "add"}}, "tools must be a list"),
+    ({"tools": "add"}, "tools is text that is not JSON"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has messages"),
+  ],
+)
+def test_fields_with_a_meaning_in_other_formats_are_refused(tmp_path, fields, message):
+  neutral = {"tools": [], "images": None, "system": "", "id": 7, "label": "math"}
+  assert read(write_lines(tmp_path, [{"messages": turns("a", "b"), **neutral}])) == [
+    turns("a", "b")
+  ]
+  for record in ({"messages": turns("a", "b")}, {"prompt": "a", "completion": "b"}):
+    file = write_lines(tmp_path, [{**record, **fields}])
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{message}"):
+      read(file)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"weight": 0.5}, "has weight 0.5"),
+    ({"role": "user", "weight": 1}, "has weight 1: write 0 or 1, in messages of the assistant"),
+    ({"train": False}, "train .*: write weight: 0 or 1"),
+    ({"function_call": {"name": "add"}}, "function_call .*: write tool_calls"),
+    ({"content": [{"type": "image", "url": "a"}]}, "has a part that is not"),
+    ({"content": ["a"]}, "has a part that is not"),
+    ({"content": None, "tool_calls": []}, "must be"),
+    ({"tool_calls": "add"}, "has tool_calls that are not"),
+  ],
+)
+def test_fields_of_messages_with_another_meaning_are_refused(tmp_path, change, message):
+  messages = turns("a", "b")
+  messages[1] |= change
+  file = write_lines(tmp_path, [{"messages": messages}])
+  with pytest.raises(ValueError, match=rf"a\.jsonl:1: messages: the 2\. ?.*{message}"):
+    read(file)
+
+
+@pytest.mark.parametrize("depth", [99, 300, 990])
+def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path, depth):
+  nested = "x"
+  for _ in range(depth):
+    nested = [nested]
+  good = {"messages": turns("a", "b")}
+  records = [good, {"messages": [{**turns("a")[0], "x": nested}, *turns("a", "b")[1:]]}, good]
+  write_lines(tmp_path, records)
+  with pytest.raises(UserError, match=r"a\.jsonl:2: nested more than 100 levels"):
+    open_with(tmp_path, UNMARKED[2])
+  source = open_with(tmp_path, UNMARKED[2], on_bad_row="skip").source
+  assert "2 conversations" in source.summary
+  assert "1 bad rows skipped" in source.summary
+
+
+def test_what_the_vocabulary_lacks_is_no_stop_token(tmp_path):
+  spellings = ["<unk>", "<s>", "</s>", *" :1279?aeinrstu"]
+  vocabulary = {spelling: i for i, spelling in enumerate(spellings)}
+  model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>")
+  library = tokenizers.Tokenizer(model)
+  library.add_special_tokens(spellings[:3])
+  library.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = TOKENIZERS["huggingface"](str(tmp_path / "tokenizer.json"))
+  for end in ("\n</s>", "</s>\n"):
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    assert chat_of(tokenizer, source).stop_token_ids == (2,)
+  assert not chat_of(tokenizer, source.replace(end, "\n")).has_end_token
+
+
+def test_a_template_without_an_end_token_is_noted(tmp_path, caplog):
+  for end, num_notes in (("{{ eos_token }}", 0), ("\n", 1)):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}")
+    cfg = DataConfig(chat_template_path=str(file))
+    open_chat(cfg, open_tokenizer(cfg))
+    assert caplog.text.count("no special token after an answer") == num_notes
+
+
+def test_a_conversation_that_is_far_too_long_is_not_tokenized(tokenizer):
+  chat = chat_of(tokenizer, UNMARKED[0])
+  messages = turns("a", "b" * MAX_CHARACTERS)
+  with pytest.raises(UserError, match="raise max_target_length"):
+    list(chat.encode(messages, max_ids=99))
+  messages = turns("a", "two " * 999)
+  assert len(list(chat.encode(messages, max_ids=99))) == 1  # is cut later
 
 
 def write_lines(folder, records):

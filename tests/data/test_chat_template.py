@@ -1,14 +1,18 @@
 """Templates may use the Jinja2 features of published ones, and render as in `transformers`."""
 
 import datetime
+import gc
+import itertools
 import json
 from importlib.util import find_spec
 
 import pytest
+from interrupts import interrupted_before_line
 
 from maxlite.config.errors import UserError
 from maxlite.data.sources import template_worker
 from maxlite.data.sources.chat_template import ChatTemplate
+from maxlite.data.tokenizer import ESCAPE
 
 TODAY = datetime.date(2025, 3, 4)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -17,9 +21,9 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture
 def impatient_worker(monkeypatch):
   monkeypatch.setattr(template_worker, "CPU_SECONDS", 1)
-  template_worker._worker.cache_clear()
+  template_worker._stop_idle()
   yield
-  template_worker._worker.cache_clear()
+  template_worker._stop_idle()
 
 
 # Features of published templates, each with its output for CONVERSATION.
@@ -110,6 +114,104 @@ def test_a_template_has_limits(impatient_worker, source, message):
   assert template_of("{{ messages | length }}").render(CONVERSATION) == "4"
 
 
+READS_PARTS = (
+  "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+  "{% for part in m.content %}{{ part.text }}{{ ',' if not loop.last }}{% endfor %}"
+  "{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+  ("source", "expected"),
+  [
+    ("{% for m in messages %}{{ m.content + ';' }}{% endfor %}", "ab;c;"),
+    ("{% for m in messages %}{{ m.content }};{% endfor %}", "ab;c;"),
+    (READS_PARTS, "a,b;c;"),
+  ],
+)
+def test_templates_get_text_parts_if_they_read_them(source, expected):
+  parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+  messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+  assert template_of(source).render(messages) == expected
+
+
+# Templates that look into messages, in which special tokens are spelled.
+CURIOUS = [
+  "{% for m in messages %}{{ m.content | length ~ m.content[:5] }}|{{ m.content[5:] }}{% endfor %}",
+  "{{ messages | tojson }}</s>",
+  "{{ messages | tojson(ensure_ascii=true, indent=2) }}</s>",
+  "{{ messages[0].content.split('</s>') | join('+') }}</s>",
+  "{{ '</s>' in messages[0].content }}{{ messages[0].content | replace('</s>', '') | upper }}</s>",
+  "{{ messages[1].content | reverse }}{{ messages[0].content | center(99) }}",
+  "{{ messages[0].content | list | last }}{{ messages[0].keys() | list }}</s>",
+]
+SPELLED = [
+  {"role": "user", "content": "é </s> b</s"},
+  {"role": "assistant", "content": "<<|x|></s>/"},
+]
+
+
+@pytest.mark.parametrize("source", CURIOUS)
+def test_templates_see_messages_as_they_are(source):
+  specials = ["</s>", "<|x|>"]
+  template = ChatTemplate(
+    source, place="it", special_tokens_map=NAMES, special_tokens=specials, today=lambda: TODAY
+  )
+  blind = ChatTemplate(
+    source, place="it", special_tokens_map=NAMES, special_tokens=[], today=lambda: TODAY
+  )
+  text = template.render(SPELLED)
+  assert text.replace(ESCAPE, "") == blind.render(SPELLED)
+  # Only the template's own special token is one.
+  assert [token for token in specials if token in text.removesuffix("</s>")] == []
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "{{ messages[0].content | length }}{{ messages[0].content.split('</s>') | join }}",
+    "{{ messages[0].items() | list }}",  # Python escapes the marks
+  ],
+)
+def test_a_template_that_confuses_special_tokens_of_messages_is_refused(source):
+  with pytest.raises(UserError, match=r"special tokens that a message spells.*: remove them"):
+    template_of(source).render(SPELLED)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # abandoned workers
+def test_an_interrupt_leaves_no_answer_for_the_next_request():
+  """Before whichever line of the module it arrives."""
+
+  def rendered(n):
+    return template_worker.render("{{ n }}", TODAY, n=n)
+
+  for n in itertools.count():
+    rendered(-1)  # a worker is idle
+    try:
+      with interrupted_before_line(template_worker.__file__, n):
+        rendered(n)
+    except KeyboardInterrupt:
+      assert rendered(n + 1) == f"{n + 1}"
+    else:
+      assert n > 10
+      break
+  gc.collect()  # while the warnings are filtered
+
+
+def test_a_worker_that_is_killed_is_replaced():
+  template = template_of("{{ messages | length }}")
+  ((worker,),) = template_worker._IDLE.values()
+  worker.kill()
+  assert template.render(CONVERSATION) == "4"
+
+
+REASONING = [
+  "{% for m in messages %}{{ m.reasoning_content ~ '</think>' ~ m.content }};{% endfor %}",
+  "{% for m in messages %}{{ m.thinking }}{{ m.keys() | list }}{% endfor %}",
+  "{% for m in messages %}{{ m.reasoning }}{{ m | tojson }}{% endfor %}",
+]
+
+
 @pytest.mark.hf
 @pytest.mark.skipif(
   not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
@@ -117,10 +219,18 @@ def test_a_template_has_limits(impatient_worker, source, message):
 def test_output_equals_transformers():
   from transformers.utils.chat_template_utils import render_jinja_template
 
-  for source in FEATURES:
-    if "strftime_now" not in source:  # transformers always uses today's date
-      (theirs,), _ = render_jinja_template([CONVERSATION], chat_template=source, **NAMES)
-      assert template_of(source).render(CONVERSATION) == theirs, json.dumps(source)
+  cases = [(source, CONVERSATION) for source in FEATURES if "strftime_now" not in source]
+  for source in REASONING:
+    names = ("reasoning_content", "reasoning", "thinking")
+    for values in itertools.product([None, "", "so"], repeat=3):
+      fields = {}
+      for name, value in zip(names, values, strict=True):
+        if value is not None:  # apply_chat_template leaves out null fields
+          fields[name] = value
+      cases.append((source, [{"role": "assistant", "content": "a", **fields}]))
+  for source, conversation in cases:
+    (theirs,), _ = render_jinja_template([conversation], chat_template=source, **NAMES)
+    assert template_of(source).render(conversation) == theirs, json.dumps(source)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Preference data: the forms of lines, masks of the answers after the prompt, packing of pairs."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def pair_of(tmp_path, record):
   """What is read of this line: (prompt, chosen, rejected)."""
   file = tmp_path / "pairs.jsonl"
   file.write_text(f"{json.dumps(record)}\n")
-  ((prompt, answers, _),) = preference_documents(file, "", 0, 1)
+  ((prompt, answers, _, _),) = preference_documents(file, "", 0, 1)
   chosen, rejected = json.loads(answers)
   return json.loads(prompt), chosen, rejected
 
@@ -47,11 +48,6 @@ def test_every_form_of_a_line_is_the_same_pair(tmp_path, record):
   assert pair_of(tmp_path, record) == ([USER], [GOOD], [BAD])
 
 
-def test_equal_conversations_have_an_answer(tmp_path):
-  record = {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}
-  assert pair_of(tmp_path, record) == ([USER], [GOOD], [GOOD])
-
-
 @pytest.mark.parametrize(
   ("record", "message"),
   [
@@ -61,6 +57,9 @@ def test_equal_conversations_have_an_answer(tmp_path):
     ({"prompt": "a", "chosen": [], "rejected": "c"}, "a list of at least one message"),
     ({"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "remove `prompt`, or"),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt must be a list"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["d"]}, "images .*only text"),
   ],
   ids=lambda value: "" if isinstance(value, dict) else value,
 )
@@ -128,11 +127,15 @@ def data_of(folder, records, **keys):
   file = folder / "pairs.jsonl"
   lines = [json.dumps(record) for record in records]
   file.write_text("\n".join(lines) + "\n")
-  keys = {"max_target_length": 64, "eval_fraction": 0.3, **keys}
+  keys = {
+    "chat_template_path": str(Path("configs/chat/plain.jinja")),
+    "max_target_length": 64,
+    "eval_fraction": 0.3,
+    **keys,
+  }
   cfg = DataConfig(
     dataset_type="preference",
     dataset_path=(str(file),),
-    chat_template_path=str(Path("configs/chat/plain.jinja")),
     **keys,
   )
   return open_data(
@@ -158,6 +161,49 @@ def test_pairs_of_one_prompt_are_in_one_split_and_long_ones_are_counted(tmp_path
   held_out = prompts_of(source.eval)
   assert held_out
   assert not trained & held_out
+
+
+def test_pairs_that_do_not_differ_are_refused_or_counted(tmp_path):
+  equal_texts = {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "b"}]}
+  trimmed = {
+    "prompt": "a",
+    "chosen": [{"role": "assistant", "content": "b", "name": "x"}],
+    "rejected": "b",
+  }
+  good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+  cut = {"prompt": "a", "chosen": "b" * 40 + "c", "rejected": "b" * 40 + "d"}
+  for n, record in enumerate((equal_texts, trimmed)):
+    folder = tmp_path / f"{n}"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"pairs.jsonl:2: chosen and rejected .*on_bad_row=skip"):
+      data_of(folder, [good, record])
+  source = data_of(tmp_path, [good, equal_texts, trimmed, cut], on_bad_row="skip").source
+  assert "2 bad rows skipped" in source.summary
+  assert "1 cut before the answers differ" in source.summary
+
+
+def test_a_pair_of_ten_megabytes_is_refused_before_it_is_tokenized(tmp_path):
+  long = {"prompt": "a", "chosen": "two " * 2_500_000, "rejected": "b"}
+  started = time.process_time()
+  with pytest.raises(UserError, match=r"pairs.jsonl:1: a conversation of 10,000,\d+ characters"):
+    data_of(tmp_path, [long])
+  assert time.process_time() - started < 3
+
+
+def test_tools_of_a_pair_are_rendered_and_weights_obeyed(tmp_path):
+  template = tmp_path / "chat.jinja"
+  template.write_text("{{ tools | tojson }}" + UNMARKED[2])
+  tools = [{"name": "add"}]
+  chosen = [*turns("p", "no", "q", "yes")[1:]]
+  chosen[0]["weight"] = 0
+  record = {"prompt": "p", "chosen": chosen, "rejected": "b", "tools": tools}
+  keys = {"max_target_length": 512, "eval_fraction": 0.0, "chat_template_path": str(template)}
+  row = data_of(tmp_path, [record], **keys).source.train[0]
+  is_chosen = row["segment_BT"] == 1
+  text = bytes(i for i in row["tokens_BT"][is_chosen].tolist() if i < 256).decode()
+  assert text.startswith(json.dumps(tools) + "user: p")
+  answers = row["targets_BT"][is_chosen & (row["weight_BT"] > 0)].tolist()
+  assert bytes(i for i in answers if i < 256) == b"yes"
 
 
 def prompts_of(rows):

@@ -292,6 +292,7 @@ def test_ids_above_16_bits_are_preserved(tmp_path):
     size = 70_000
     bos = 69_998
     eos = 69_999
+    prefix_ids = (bos,)
     identity = "wide"
 
     def encode(self, text):

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -103,6 +105,31 @@ def test_a_special_token_spelled_in_a_document_is_plain_text(tmp_path):
   ids = tokenizer.encode(b"a<|endoftext|>b")
   assert tokenizer.eos not in ids
   assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_threads_may_share_a_tokenizer(tmp_path):
+  """One parses special tokens, another encodes their spelling as text."""
+  tokenizer = TOKENIZERS["huggingface"](save_huggingface(tmp_path))
+  text = "<|endoftext|>"
+  plain = tokenizer.encode(text.encode()).tolist()
+  (special,) = tokenizer.encode_with_offsets(text)[0].tolist()
+
+  def num_wrong(is_plain):
+    wrong = 0
+    for _ in range(2000):
+      if is_plain:
+        wrong += tokenizer.encode(text.encode()).tolist() != plain
+      else:
+        wrong += tokenizer.encode_with_offsets(text)[0].tolist() != [special]
+    return wrong
+
+  former = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  try:
+    with ThreadPoolExecutor(4) as threads:
+      assert list(threads.map(num_wrong, [True, False] * 2)) == [0] * 4
+  finally:
+    sys.setswitchinterval(former)
 
 
 def test_a_common_spelling_is_bos_unless_files_name_other_tokens(tmp_path):

@@ -54,7 +54,7 @@ def test_a_mesh_of_a_run_that_this_machine_has_not_is_replaced(copy, capsys):
     in capsys.readouterr().err
   )
   with pytest.raises(SystemExit):  # one that is typed is not replaced
-    evaluated(copy, "ici_expert_parallelism=32")
+    evaluated(copy, "ici_data_parallelism=32")
 
 
 @pytest.mark.slow

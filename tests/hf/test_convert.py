@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 from slow_cases import slow
 
@@ -347,3 +348,31 @@ def test_an_invalid_command_exits_with_one_line(root, capsys, args, message):
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "new").exists()
+
+
+@pytest.mark.parametrize(
+  ("template", "warning", "note"),
+  [
+    ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", "", ""),
+    ("{% for m in messages %}{{ m.content }} {% endfor %}", "generated answers do not end", ""),
+    ("{% for m %}", "", "conversations cannot be rendered, since the chat template of "),
+  ],
+  ids=["end token", "no end token", "no template"],
+)
+def test_import_notes_chat_templates(tmp_path, capsys, caplog, template, warning, note):
+  folder = tmp_path / "hf"
+  shutil.copytree(FIXTURES / "llama", folder)
+  vocabulary = {"<s>": 0, "</s>": 1, "?": 2, "1": 3, "7": 4, "2": 5, "9": 6, " ": 7}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  tokenizer.save(str(folder / "tokenizer.json"))
+  names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  keys = [f"base_output_directory={tmp_path}", "run_name=a"]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["convert", "from_hf", str(folder), *keys])
+    assert convert.main() == 0
+  assert caplog.text.count("puts no special token") == bool(warning)
+  assert warning in caplog.text
+  line = capsys.readouterr().out
+  assert line.count("conversations cannot") == bool(note)
+  assert note in line

@@ -161,7 +161,7 @@ def test_messages_of_tools_are_rendered(engine_thread):
     {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
     {"role": "tool", "content": "3", "tool_call_id": "id1"},
   ]
-  text = "[user me False][assistant  Trueadd:12][tool  Falseid1]"
+  text = "[user me False][assistant  Falseadd:12][tool  Falseid1]"
   with served(engine_thread, template) as service:
     status, answer = ask(service, "/v1/chat/completions", {"messages": messages})
   assert status == 400

@@ -3,6 +3,8 @@
 import datetime
 import hashlib
 import json
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,20 +13,67 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
 from maxlite.config.tokenizer_files import require_unchanged
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
-from maxlite.data.sources.chat_template import ChatTemplate, Message, RenderedText
+from maxlite.data.sources.chat_template import (
+  NO_VARIABLES,
+  ChatTemplate,
+  Message,
+  RenderedText,
+  Variables,
+)
 from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
 from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
 from maxlite.data.tokenizer_config import read_template
 
+log = logging.getLogger(__name__)
+
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
+_FORMAT = 2  # of tokenized conversations; changes whenever their ids or their mask do
+MAX_CHARACTERS = 1 << 19  # of a conversation that does not fit into a row
+MAX_DEPTH = 100  # of the lists and objects in a row
+# Fields to which other formats give a meaning that has no equal here, and what to do.
+_OTHER_FIELDS = {
+  "functions": "write tools",
+  "function_call": "write tool_calls in the message",
+  "parallel_tool_calls": "remove it",
+  "system": 'write {"role": "system", "content": "..."} as the first message',
+  "system_prompt": 'write {"role": "system", "content": "..."} as the first message',
+  "history": "write all turns as messages",
+  "documents": "write them into a message",
+  "images": "only text is read",
+  "image": "only text is read",
+  "videos": "only text is read",
+  "audios": "only text is read",
+  "audio": "only text is read",
+  "weight": "write weight: 0 in the messages to leave out",
+  "sample_weight": "write weight: 0 in the messages to leave out",
+  "loss_mask": "write weight: 0 in the messages to leave out",
+  "completion_mask": "write weight: 0 in the messages to leave out",
+  "assistant_masks": "write weight: 0 in the messages to leave out",
+}
+_OTHER_MESSAGE_FIELDS = {
+  "function_call": "write tool_calls",
+  "refusal": "write it as content",
+  "prefix": "remove it",
+  "images": "only text is read",
+  "audio": "only text is read",
+  "train": "write weight: 0 or 1",
+  "training": "write weight: 0 or 1",
+  "train_detail": "write weight: 0 or 1",
+  "trainable": "write weight: 0 or 1",
+  "loss": "write weight: 0 or 1",
+  "loss_mask": "write weight: 0 or 1",
+  "loss_weight": "write weight: 0 or 1",
+  "loss_scale": "write weight: 0 or 1",
+  "mask": "write weight: 0 or 1",
+}
 
 
 class MaskedIds(NamedTuple):
@@ -38,6 +87,7 @@ class ChatEncoder:
   """Encodes conversations with a chat template and a tokenizer.
 
   `stop_token_ids` are the tokenizer's, and the special token that the template puts after answers.
+  `has_end_token` is false if it puts none there.
   """
 
   def __init__(
@@ -68,13 +118,12 @@ class ChatEncoder:
       today=today,
     )
     digest = hashlib.blake2b(source.encode(), digest_size=12).hexdigest()
-    self.identity = f"{tokenizer.identity} template {digest}"
+    self.identity = f"{tokenizer.identity} template {digest} {_FORMAT}"
+    self.has_end_token = True
     stop_token_ids = [*tokenizer.stop_token_ids, *self._end_of_turn()]
     self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
 
-  def prompt(
-    self, messages: Sequence[Message], variables: Mapping[str, Json] | None = None
-  ) -> list[int]:
+  def prompt(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> list[int]:
     """Encode a conversation up to the start of the assistant's next answer.
 
     Args:
@@ -84,30 +133,52 @@ class ChatEncoder:
     Raises:
       UserError: the template rejects the conversation.
     """
-    text = self._template.render(messages, add_generation_prompt=True, variables=variables or {})
+    text = self._template.render(messages, add_generation_prompt=True, variables=variables)
     ids, _ = self._tokenizer.encode_with_offsets(text)
     return ids.tolist()
 
-  def encode(self, messages: Sequence[Message]) -> Iterator[MaskedIds]:
+  def encode(
+    self,
+    messages: Sequence[Message],
+    variables: Variables = NO_VARIABLES,
+    max_ids: float = math.inf,
+  ) -> Iterator[MaskedIds]:
     """Encode each text of `ChatTemplate.render_answers`.
 
     A token that is partly in an answer is the assistant's.
 
     Raises:
-      UserError: see `ChatTemplate.render_answers`.
+      UserError: see `ChatTemplate.render_answers`; or a text of more than MAX_CHARACTERS, and more
+        than `max_ids` ids can hold.
     """
-    for rendered in self._template.render_answers(messages):
-      yield self._encode_rendered(rendered)
+    for rendered in self._template.render_answers(messages, variables):
+      yield self._encode_rendered(rendered, max_ids)
 
-  def encode_completion(self, messages: Sequence[Message], num_prompt: int) -> MaskedIds:
+  def encode_completion(
+    self,
+    messages: Sequence[Message],
+    num_prompt: int,
+    variables: Variables = NO_VARIABLES,
+    max_ids: float = math.inf,
+  ) -> MaskedIds:
     """Encode a conversation, of which the answers after `num_prompt` messages are marked.
 
     Raises:
-      UserError: see `ChatTemplate.render_completion`.
+      UserError: see `ChatTemplate.render_completion` and `encode`.
     """
-    return self._encode_rendered(self._template.render_completion(messages, num_prompt))
+    rendered = self._template.render_completion(messages, num_prompt, variables)
+    return self._encode_rendered(rendered, max_ids)
 
-  def _encode_rendered(self, rendered: RenderedText) -> MaskedIds:
+  def _encode_rendered(self, rendered: RenderedText, max_ids: float) -> MaskedIds:
+    num_characters = len(rendered.text)
+    # A character has one byte at least. A longer text is cut after its tokenization, if that fits
+    # into memory and time.
+    can_hold = max(max_ids * int(self._tokenizer.num_bytes_V.max()), MAX_CHARACTERS)
+    if num_characters > can_hold:
+      raise UserError(
+        f"a conversation of {num_characters:,} characters, more than {can_hold:,.0f}: shorten or "
+        "remove it, or raise max_target_length"
+      )
     ids, starts = self._tokenizer.encode_with_offsets(rendered.text)
     stops = np.append(starts[1:], len(rendered.text))
     is_answer = np.zeros(len(ids), bool)
@@ -130,9 +201,12 @@ class ChatEncoder:
       return []
     ids, starts = self._tokenizer.encode_with_offsets(text)
     end_of_answer = text.rfind(_PROBE) + len(_PROBE)
+    spellings = {i: spelling for spelling, i in self._tokenizer.special_tokens.items()}
     for i in ids[starts >= end_of_answer].tolist():
-      if i in self._tokenizer.special_tokens.values():
+      # A character that the vocabulary lacks is a special token, too.
+      if i in spellings and spellings[i] in text[end_of_answer:]:
         return [i]
+    self.has_end_token = False
     return []
 
 
@@ -164,7 +238,14 @@ def open_chat(
     source = read_template(path, place)
   if not source:
     return None
-  return ChatEncoder(tokenizer, source, place=place, today=today)
+  chat = ChatEncoder(tokenizer, source, place=place, today=today)
+  if not chat.has_end_token:
+    log.warning(
+      "%s puts no special token after an answer, so that generated answers do not end: add one, "
+      "such as {{ eos_token }}",
+      place,
+    )
+  return chat
 
 
 class ConversationTokenizer:
@@ -188,25 +269,28 @@ class ConversationTokenizer:
     """Yield a list per conversation: its documents, none if it has no answer.
 
     Args:
-      pieces: three per conversation: the two of `chat_documents`, and the end of the document.
+      pieces: four per conversation: the three of `chat_documents`, and the end of the document.
       is_open: whether the first piece continues a document, which it never does here.
     """
     assert not is_open
     for messages in pieces:
+      variables = next(pieces)
       place = next(pieces)
       end = next(pieces)
       assert messages.content is not None
+      assert variables.content is not None
       assert place.content is not None
       assert end.content is None
       encoded = []
-      for ids in self._encode_one(messages.content, place.content):
+      for ids in self._encode_one(messages.content, variables.content, place.content):
         encoded.append(EncodedPiece(messages.split, ids, is_last=True))
       yield encoded
 
-  def _encode_one(self, messages: bytes, place: bytes) -> Iterator[np.ndarray]:
+  def _encode_one(self, messages: bytes, variables: bytes, place: bytes) -> Iterator[np.ndarray]:
     """Yield the documents of a conversation, given as JSON."""
     try:
-      texts = list(self._chat.encode(json.loads(messages)))
+      encoded = self._chat.encode(json.loads(messages), json.loads(variables), self._max_length)
+      texts = list(encoded)
     except ValueError as error:
       self.reject(UserError(f"{place.decode()}: {error}"))
       return
@@ -230,18 +314,87 @@ def chat_documents(
   stop: float,
   reject: Reject = raise_error,
 ) -> Iterator[Iterator[bytes]]:
-  """Yield (messages as JSON, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
+  """Yield (messages, variables, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 
-  A line has `messages`, or a `prompt` and its `completion`, each a string or a list of messages.
-  Rejects lines that have neither, by file and line.
+  The first two are JSON. A line has `messages`, or a `prompt` and its `completion`, each a string
+  or a list of messages; and may have `tools` and `chat_template_kwargs`, which are variables of the
+  template. Rejects lines that have neither, by file and line.
   """
   return convert_rows(read_objects(file, start, stop, reject), _document, reject)
 
 
 def _document(row: JsonRow) -> Iterator[bytes]:
-  """Return the pieces of a line: its messages as JSON, and its place."""
+  """Return the pieces of a line: its messages and variables as JSON, and its place."""
+  variables = read_variables(row.place, row.record)
   messages = _messages(row.place, row.record)
-  return iter([json.dumps(messages).encode(), row.place.encode()])
+  return iter([json.dumps(messages).encode(), json.dumps(variables).encode(), row.place.encode()])
+
+
+def read_variables(place: str, record: Mapping[str, Json]) -> JsonObject:
+  """Return the template's variables in a row of conversations.
+
+  Raises:
+    UserError: a field has a wrong form, or a meaning in another format; or the row is nested deeper
+      than MAX_DEPTH.
+  """
+  _require_shallow(place, record)
+  _refuse_other_fields(place, record, _OTHER_FIELDS)
+  if record.get("label") is False:
+    raise UserError(f"{place}: label: false marks an answer not to give: leave such rows out")
+  variables = _object(place, record, "chat_template_kwargs")
+  reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(variables)
+  if reserved:
+    raise UserError(f"{place}: chat_template_kwargs has {min(reserved)}: write it as a field")
+  tools = record.get("tools")
+  if isinstance(tools, str) and tools:
+    try:
+      tools = json.loads(tools)
+    except (ValueError, RecursionError):
+      raise UserError(f"{place}: tools is text that is not JSON: write a list") from None
+    _require_shallow(place, {"tools": tools})
+  if not tools:
+    return variables
+  if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    raise UserError(
+      f'{place}: tools must be a list of {{"type": "function", "function": {{"name": "..."}}}}'
+    )
+  return {**variables, "tools": tools}
+
+
+def _object(place: str, record: Mapping[str, Json], name: str) -> JsonObject:
+  """Return a field that is an object, also as text; empty if there is none."""
+  value = record.get(name)
+  if not value:
+    return {}
+  if not isinstance(value, dict):
+    raise UserError(f"{place}: {name} must be an object")
+  return value
+
+
+def _require_shallow(place: str, record: Mapping[str, Json]) -> None:
+  """Raise UserError if a row is nested so deeply that functions that recurse would fail."""
+  level: list[Json] = [record]
+  for _ in range(MAX_DEPTH):
+    inner: list[Json] = []
+    for value in level:
+      if isinstance(value, dict):
+        inner += value.values()
+      elif isinstance(value, list):
+        inner += value
+    if not inner:
+      return
+    level = inner
+  raise UserError(f"{place}: nested more than {MAX_DEPTH} levels deep: flatten or remove the row")
+
+
+def _refuse_other_fields(place: str, record: Mapping[str, Json], fields: Mapping[str, str]) -> None:
+  """Raise UserError for a field of another format, unless it is null or empty."""
+  for name, fix in fields.items():
+    value = record.get(name)
+    if value is not None and value not in ("", [], {}):
+      raise UserError(
+        f"{place}: {name} has a meaning in other formats that is not known here: {fix}"
+      )
 
 
 def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
@@ -263,16 +416,35 @@ def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
 
 
 def check_messages(messages: Json, place: str) -> list[Message]:
-  """Return `messages` if it is a list of {"role": ..., "content": ..., ...}."""
+  """Return `messages` if it is a list of {"role": ..., "content": ..., ...}.
+
+  A content is a string or a list of text parts; an assistant's message with `tool_calls` needs
+  none. The weight of an assistant's message is 0 or 1, that of others null.
+  """
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")
   for n, message in enumerate(messages, start=1):
-    if not _is_message(message):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
       raise UserError(f'{place}: the {n}. must be {{"role": "user", "content": "..."}}')
+    _check_message(message, f"{place}: the {n}.")
   return messages
 
 
-def _is_message(message: Json) -> bool:
-  if not isinstance(message, dict):
-    return False
-  return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+def _check_message(message: JsonObject, place: str) -> None:
+  """Raise UserError if a message of a role cannot be read."""
+  _refuse_other_fields(place, message, _OTHER_MESSAGE_FIELDS)
+  weight = message.get("weight")
+  if weight is not None and (weight not in (0, 1) or message["role"] != "assistant"):
+    raise UserError(f"{place} has weight {weight!r}: write 0 or 1, in messages of the assistant")
+  calls = message.get("tool_calls")
+  if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    raise UserError(f"{place} has tool_calls that are not a list of objects")
+  content = message.get("content")
+  if isinstance(content, list) and content:
+    for part in content:
+      if not isinstance(part, dict) or part.get("type") != "text":
+        raise UserError(f'{place} has a part that is not {{"type": "text", "text": "..."}}')
+      if not isinstance(part.get("text"), str):
+        raise UserError(f'{place} has a part that is not {{"type": "text", "text": "..."}}')
+  elif not isinstance(content, str) and (content is not None or not calls):
+    raise UserError(f'{place} must be {{"role": "user", "content": "..."}}')

@@ -16,8 +16,8 @@ from maxlite.config.errors import UserError
 from maxlite.config.json_values import Json
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
-from maxlite.data.sources.chat import ChatEncoder, MaskedIds, check_messages
-from maxlite.data.sources.chat_template import Message
+from maxlite.data.sources.chat import ChatEncoder, MaskedIds, check_messages, read_variables
+from maxlite.data.sources.chat_template import Message, Variables
 from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
@@ -55,38 +55,52 @@ class PairTokenizer:
     """Yield a list per pair: its two documents, none if one of them has no answer.
 
     Args:
-      pieces: four per pair: the three of `preference_documents`, and the end of the document.
+      pieces: five per pair: the four of `preference_documents`, and the end of the document.
       is_open: whether the first piece continues a document, which it never does here.
     """
     assert not is_open
     for prompt in pieces:
       answers = next(pieces)
+      variables = next(pieces)
       place = next(pieces)
       end = next(pieces)
       assert prompt.content is not None
       assert answers.content is not None
+      assert variables.content is not None
       assert place.content is not None
       assert end.content is None
       chosen, rejected = json.loads(answers.content)
       pair = PreferencePair(json.loads(prompt.content), chosen, rejected)
       encoded = []
-      for ids in self._encode_pair(pair, place.content):
+      for ids in self._encode_pair(pair, json.loads(variables.content), place.content):
         encoded.append(EncodedPiece(prompt.split, ids, is_last=True))
       yield encoded
 
-  def _encode_pair(self, pair: PreferencePair, place: bytes) -> list[np.ndarray]:
+  def _encode_pair(
+    self, pair: PreferencePair, variables: Variables, place: bytes
+  ) -> list[np.ndarray]:
     """Return the ids of both documents, or nothing."""
     texts = []
+    num_prompt = len(pair.prompt)
     try:
       for completion in (pair.chosen, pair.rejected):
-        texts.append(self._chat.encode_completion([*pair.prompt, *completion], len(pair.prompt)))
+        messages = [*pair.prompt, *completion]
+        text = self._chat.encode_completion(messages, num_prompt, variables, self._max_length)
+        texts.append(text)
+      chosen, rejected = texts
+      if np.array_equal(chosen.ids, rejected.ids):
+        raise UserError("chosen and rejected have the same tokens: remove the pair")
     except ValueError as error:
       self.reject(UserError(f"{place.decode()}: {error}"))
       return []
     is_cut = any(len(text.ids) > self._max_length for text in texts)
     if all(self._has_answer(text) for text in texts):
+      documents = [self._mark(text) for text in texts]
+      if np.array_equal(*documents):
+        self.counts["cut before the answers differ"] += 1
+        return []
       self.counts["cut at half of max_target_length"] += is_cut
-      return [self._mark(text) for text in texts]
+      return documents
     if is_cut:
       self.counts["cut before an answer"] += 1
     else:
@@ -109,20 +123,23 @@ def preference_documents(
   stop: float,
   reject: Reject = raise_error,
 ) -> Iterator[Iterator[bytes]]:
-  """Yield (prompt, [chosen, rejected], `FILE:LINE`) for the fraction [start, stop) of the lines.
+  """Yield (prompt, [chosen, rejected], variables, `FILE:LINE`) for a part of the lines.
 
-  The first two are JSON. Pairs with one prompt have the same first piece, so they are in one split.
-  Rejects lines that are not a pair, by file and line.
+  The part is the fraction [start, stop); the first three are JSON. Pairs with one prompt have the
+  same first piece, so they are in one split. Rejects lines that are not a pair, by file and line.
   """
   return convert_rows(read_objects(file, start, stop, reject), _document, reject)
 
 
 def _document(row: JsonRow) -> Iterator[bytes]:
   """Return the pieces of a line."""
+  variables = json.dumps(read_variables(row.place, row.record))
   pair = _pair(row.place, row.record)
+  if pair.chosen == pair.rejected:
+    raise UserError(f"{row.place}: chosen and rejected are equal: remove the pair")
   prompt = json.dumps(pair.prompt)
   answers = json.dumps([pair.chosen, pair.rejected])
-  return iter([prompt.encode(), answers.encode(), row.place.encode()])
+  return iter([prompt.encode(), answers.encode(), variables.encode(), row.place.encode()])
 
 
 def _pair(place: str, record: Mapping[str, Json]) -> PreferencePair:
@@ -174,8 +191,8 @@ def _split_conversations(
 
 def _contains(messages: Sequence[Message], part: Sequence[Message]) -> bool:
   """Return whether the contents of all messages of `part` are among those of `messages`."""
-  contents = [message["content"] for message in messages]
-  return all(message["content"] in contents for message in part)
+  contents = [message.get("content") for message in messages]
+  return all(message.get("content") in contents for message in part)
 
 
 def _as_messages(value: Json, role: str, place: str) -> list[Message]:

@@ -8,13 +8,15 @@ import atexit
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
-import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -31,7 +33,9 @@ CLOSE = "\ufdd2"
 CPU_SECONDS = 5
 MEMORY_BYTES = 512 << 20
 MAX_LENGTH = 16 << 20  # characters
-_LOCK = threading.Lock()  # of the worker's pipes
+# Workers by process, since a forked one needs its own pipes. One per thread that renders at once.
+_IDLE: defaultdict[int, list[subprocess.Popen[str]]] = defaultdict(list)
+_NUMBERS = itertools.count()  # of requests; answers repeat them
 
 
 class RenderError(ValueError):
@@ -39,33 +43,60 @@ class RenderError(ValueError):
 
 
 def render(source: str, today: datetime.date, /, **variables: object) -> str:
-  """Render the template `source`, or only compile it if there are no `variables`."""
-  request = json.dumps({"source": source, "today": today.isoformat(), "variables": variables})
-  with _LOCK:
-    worker = _worker(os.getpid())  # a forked process needs its own pipes
-    assert worker.stdin
-    assert worker.stdout
-    with contextlib.suppress(BrokenPipeError):  # it was killed in the meantime
-      worker.stdin.write(f"{request}\n")
-      worker.stdin.flush()
-    line = worker.stdout.readline()
-    if not line:
-      _stop(worker)
-      _worker.cache_clear()
-      limits = f"{CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MB"
-      raise RenderError(f"it takes more than {limits} to render")
-  response = json.loads(line)
-  if "error" in response:
-    raise RenderError(response["error"])
-  return response["text"]
+  """Render the template `source`, or only compile it if there are no `variables`.
+
+  A worker is in `_IDLE` only between a complete answer and the next request. Therefore no request
+  can read what an interrupted one left in the pipes. A worker that another program ends is replaced
+  once.
+
+  Raises:
+    RenderError: the template is invalid, rejects `variables`, or exceeds the limits.
+  """
+  number = next(_NUMBERS)
+  request = {"number": number, "source": source, "today": today.isoformat(), "variables": variables}
+  line = f"{json.dumps(request)}\n"
+  answer = None
+  for _ in range(2):
+    idle = _IDLE[os.getpid()]
+    worker = idle.pop() if idle else _start()
+    try:
+      answer = _ask(worker, line, number)
+    finally:
+      if answer is None:
+        _stop(worker)
+    if answer is not None:
+      idle.append(worker)
+      break
+    if worker.returncode == -signal.SIGPROF:
+      break
+  if answer is None:
+    limits = f"{CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MB"
+    raise RenderError(f"it takes more than {limits} to render")
+  if "error" in answer:
+    raise RenderError(answer["error"])
+  return answer["text"]
 
 
-@functools.cache
-def _worker(_process_id: int) -> subprocess.Popen[str]:
-  """Start the worker of this process."""
+def _ask(worker: subprocess.Popen[str], line: str, number: int) -> dict[str, str] | None:
+  """Send a request; return the complete answer to it, or None if the worker ends before."""
+  assert worker.stdin
+  assert worker.stdout
+  with contextlib.suppress(BrokenPipeError):
+    worker.stdin.write(line)
+    worker.stdin.flush()
+  answer = worker.stdout.readline()
+  if not answer.endswith("\n"):
+    return None
+  response = json.loads(answer)
+  if response.pop("number") != number:
+    raise RuntimeError("the template worker answered another request")
+  return response
+
+
+def _start() -> subprocess.Popen[str]:
   # -P: the files beside this one must not hide modules of the standard library.
   command = [sys.executable, "-P", __file__, str(CPU_SECONDS)]
-  worker = subprocess.Popen(
+  return subprocess.Popen(
     command,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
@@ -73,13 +104,18 @@ def _worker(_process_id: int) -> subprocess.Popen[str]:
     text=True,
     start_new_session=True,
   )
-  atexit.register(_stop, worker)
-  return worker
 
 
 def _stop(worker: subprocess.Popen[str]) -> None:
+  worker.kill()
   with contextlib.suppress(BrokenPipeError), worker:  # closes its pipes and waits
-    worker.kill()
+    pass
+
+
+@atexit.register
+def _stop_idle() -> None:
+  for worker in _IDLE.pop(os.getpid(), []):
+    _stop(worker)
 
 
 class _Generation(Extension):
@@ -117,14 +153,20 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Return `x` as JSON, as in `transformers`; Jinja's own filter escapes HTML."""
-  return json.dumps(
+  """Return `x` as JSON, as in `transformers`; Jinja's own filter escapes HTML.
+
+  The noncharacters that mark special tokens in messages stay as they are.
+  """
+  text = json.dumps(
     x,
-    ensure_ascii=ensure_ascii,
+    ensure_ascii=False,
     indent=indent,
     separators=separators,
     sort_keys=sort_keys,
   )
+  if ensure_ascii:
+    return re.sub("[^\x00-\x7e\ufdd0-\ufdef]", lambda match: json.dumps(match[0])[1:-1], text)
+  return text
 
 
 def _raise(message: str) -> NoReturn:
@@ -152,9 +194,11 @@ def main() -> None:
   resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
   for line in sys.stdin:
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
-    response = json.dumps(_response(**json.loads(line)))
+    request = json.loads(line)
+    number = request.pop("number")
+    answer = json.dumps({"number": number, **_response(**request)})
     signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.write(f"{response}\n")
+    sys.stdout.write(f"{answer}\n")
     sys.stdout.flush()
 
 

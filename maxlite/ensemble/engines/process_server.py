@@ -1,7 +1,7 @@
 """`python -m maxlite.ensemble.engines.process_server SOCKET`: a worker of `ProcessEngine`.
 
 SOCKET is the number of an inherited socket. The first message describes the members to serve; then
-requests and replies alternate until the other end is closed.
+requests and replies alternate until the other end is closed, each after its number.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ def serve(connection: Connection) -> None:
   engine = _build_engine(handshake)
   state: PyTree = None
   while True:
+    number = connection.recv_bytes()
     request = from_bytes(connection.recv_bytes())
     content = request["content"]
     result: PyTree = None
@@ -46,7 +47,9 @@ def serve(connection: Connection) -> None:
       case method:
         result = engine.predict(state, content, method)
     leaves = jax.device_get(jax.tree.leaves(result))
-    connection.send_bytes(to_bytes(leaves))
+    reply = to_bytes(leaves)
+    connection.send_bytes(number)
+    connection.send_bytes(reply)
 
 
 def _build_engine(handshake: dict[str, PyTree]) -> SubmeshEngine:

@@ -104,7 +104,7 @@ class ProcessEngine(EnsembleEngine):
     metrics = self._by_member(replies, self._metrics)
     if self._num_changes % self._factory.checkpoint_period == 0:
       for worker, leaves in zip(self._workers, self._call_unpack(), strict=True):
-        worker.journal = [_request("load", leaves)]
+        worker.restart_from(_request("load", leaves))
     return self._num_changes, self._join(metrics)
 
   def predict(self, state: int, inputs: PyTree, method: str = "predict") -> list[PyTree]:
@@ -185,33 +185,51 @@ class _Worker(NamedTuple):
   connection: Connection
 
 
+class _Request(NamedTuple):
+  """A request of a kind, serialized."""
+
+  kind: str
+  content: bytes
+
+
+class _History(NamedTuple):
+  """The finished requests that lead to a worker's states, and one whose reply was not read."""
+
+  journal: tuple[bytes, ...]
+  pending: _Request | None
+
+
 class _WorkerConnection:
-  """A worker, started on the first request and restarted whenever it dies."""
+  """A worker, started on the first request and restarted whenever it dies.
+
+  An interrupt may leave a part of a message on the connection, or a reply that would be taken for
+  the next one. Therefore a worker is used again only after a complete message; otherwise another
+  one takes its place, which gets the requests in `_history` again.
+  """
 
   def __init__(self, command: WorkerCommand, handshake: bytes):
     self._command = command
     self._handshake = handshake
     self._worker: _Worker | None = None
+    self._is_usable = False  # no message is incomplete; false without a worker
     self._num_restarts = 0
-    self._kind = ""  # of the last request
-    self._request = b""  # the last request
-    self._is_pending = False  # whether the reply to it was not read
-    self.journal: list[bytes] = []  # the finished requests that lead to the worker's states
+    self._num_requests = 0  # the number of the latest one, which its reply repeats
+    self._history = _History((), None)
 
-  def send(self, kind: str, request: bytes) -> None:
+  def send(self, kind: str, content: bytes) -> None:
     """Start a request.
 
     Raises:
       OSError: the worker cannot be started.
     """
-    if self._is_pending:  # an interrupt came before the reply was read
+    if self._history.pending:  # an interrupt came before the reply was read
       self.receive()
-    worker = self._started()
-    self._kind = kind
-    self._request = request
-    self._is_pending = True
+    connection = self._usable().connection
+    self._is_usable = False
+    self._history = self._history._replace(pending=_Request(kind, content))
     with contextlib.suppress(OSError):  # `receive` handles a dead worker
-      worker.connection.send_bytes(request)
+      self._write(connection, content)
+    self._is_usable = True
 
   def receive(self) -> list[PyTree]:
     """The reply to the last request.
@@ -219,18 +237,28 @@ class _WorkerConnection:
     Raises:
       RuntimeError: the worker died after MAX_RESTARTS restarts.
     """
+    journal, pending = self._history
+    assert pending
     while True:
+      connection = self._usable().connection
       try:
-        reply = from_bytes(self._started().connection.recv_bytes())
+        connection.poll(None)  # most of the time passes here, where no message is incomplete
+        self._is_usable = False
+        reply = self._read(connection)
         break
       except (EOFError, OSError):
         self._restart()
-    if self._kind in ("init", "load"):
-      self.journal = [self._request]
-    elif self._kind == "step":
-      self.journal.append(self._request)
-    self._is_pending = False
-    return reply
+    if pending.kind in ("init", "load"):
+      journal = (pending.content,)
+    elif pending.kind == "step":
+      journal = (*journal, pending.content)
+    self._history = _History(journal, None)
+    self._is_usable = True
+    return from_bytes(reply)
+
+  def restart_from(self, content: bytes) -> None:
+    """Let the request `content` take the place of the finished ones, which lead to its states."""
+    self._history = _History((content,), None)
 
   def close(self) -> None:
     """Return when the worker has exited."""
@@ -247,12 +275,12 @@ class _WorkerConnection:
   @property
   def process(self) -> subprocess.Popen:
     """The process, which runs from the first request on."""
-    return self._started().process
+    return self._usable().process
 
-  def _started(self) -> _Worker:
-    """The worker, which is started if there is none."""
-    if self._worker is None:
-      self._worker = self._start()
+  def _usable(self) -> _Worker:
+    """The worker, or another one after the first request and an interrupted message."""
+    if self._worker is None or not self._is_usable:
+      return self._replace()
     return self._worker
 
   def _start(self) -> _Worker:
@@ -274,10 +302,10 @@ class _WorkerConnection:
     return _Worker(process, connection)
 
   def _restart(self) -> None:
-    """Start a new worker and repeat what the dead one had done, up to the pending request."""
-    dead = self._started()
-    dead.connection.close()
-    exit_line = describe_exit(self._command, dead.process.wait())
+    """Report a worker that died, and replace it."""
+    self._is_usable = False
+    assert self._worker
+    exit_line = describe_exit(self._command, self._worker.process.wait())
     if self._num_restarts == MAX_RESTARTS:
       raise RuntimeError(f"{exit_line}; it was restarted {MAX_RESTARTS} times before")
     self._num_restarts += 1
@@ -287,13 +315,35 @@ class _WorkerConnection:
       self._num_restarts,
       MAX_RESTARTS,
     )
+    self._replace()
+
+  def _replace(self) -> _Worker:
+    """Start a worker, and repeat what the one before had done, up to the pending request."""
+    if self._worker is not None:
+      self._worker.process.kill()
+      self._worker.process.wait()
+      self._worker.connection.close()
     self._worker = self._start()
     connection = self._worker.connection
     with contextlib.suppress(EOFError, OSError):  # `receive` handles another death
-      for request in self.journal:
-        connection.send_bytes(request)
-        connection.recv_bytes()
-      connection.send_bytes(self._request)
+      for content in self._history.journal:
+        self._write(connection, content)
+        self._read(connection)
+      if self._history.pending:
+        self._write(connection, self._history.pending.content)
+    self._is_usable = True
+    return self._worker
+
+  def _write(self, connection: Connection, content: bytes) -> None:
+    self._num_requests += 1
+    connection.send_bytes(self._num_requests.to_bytes(8, "big"))
+    connection.send_bytes(content)
+
+  def _read(self, connection: Connection) -> bytes:
+    number = int.from_bytes(connection.recv_bytes(), "big")
+    if number != self._num_requests:
+      raise RuntimeError(f"a worker replied to request {number}, not {self._num_requests}")
+    return connection.recv_bytes()
 
 
 def _close(workers: Sequence[_WorkerConnection], logs: Path) -> None:

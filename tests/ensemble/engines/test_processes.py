@@ -1,5 +1,7 @@
 """Members in worker processes: results equal solo runs, even if workers die."""
 
+import gc
+import itertools
 import os
 import signal
 import sys
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from interrupts import interrupted_before_line
 
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
@@ -124,6 +127,49 @@ def test_a_worker_that_cannot_be_started_is_an_error(tmp_path):
     with pytest.raises(IsADirectoryError):
       worker.send("init", b"")
   worker.close()
+
+
+# Counts the steps since "init"; the handshake has a reply of 200 bytes for each count.
+COUNTER = """
+import sys
+from multiprocessing.connection import Connection
+with Connection(int(sys.argv[1])) as connection:
+  replies = connection.recv_bytes()
+  count = 0
+  while True:
+    number = connection.recv_bytes()
+    count = {b"init": 0, b"step": count + 1}.get(connection.recv_bytes(), count)
+    connection.send_bytes(number)
+    connection.send_bytes(replies[200 * count : 200 * (count + 1)].rstrip(b"_"))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # abandoned workers
+def test_an_interrupt_changes_no_reply(tmp_path):
+  """Before whichever line of the parent's end it arrives."""
+  replies = [to_bytes([np.int32(n)]).ljust(200, b"_") for n in range(3)]
+  command = WorkerCommand("of m0", argv=(sys.executable, "-c", COUNTER), log=tmp_path / "log")
+  worker = processes._WorkerConnection(command, b"".join(replies))
+
+  def reply_to(kind):
+    worker.send(kind, kind.encode())
+    (count,) = worker.receive()
+    return int(count)
+
+  assert reply_to("init") == 0
+  for n in itertools.count():
+    assert reply_to("init") == 0
+    assert reply_to("step") == 1
+    try:
+      with interrupted_before_line(processes.__file__, n):
+        reply_to("other")
+    except KeyboardInterrupt:
+      assert reply_to("step") == 2
+    else:
+      assert n > 20
+      break
+  worker.close()
+  gc.collect()  # while the warnings are filtered
 
 
 @pytest.mark.slow
