@@ -30,6 +30,13 @@ def run(cfg: Config) -> Violations:
     )
 
 
+def endpoint(cfg: Config) -> Violations:
+  """The rule on the endpoint for Prometheus."""
+  key = "metrics_host"
+  if cfg.observe.metrics_host != DEFAULTS[key] and not cfg.observe.metrics_port:
+    yield Violation([key, "metrics_port"], "there is no endpoint; write metrics_port=9100")
+
+
 def held_out(cfg: Config) -> Violations:
   """The rules on held-out losses, and on what depends on them."""
   observe = cfg.observe
@@ -81,4 +88,4 @@ def local_checkpoints(cfg: Config) -> Violations:
     yield Violation(["local_checkpoint_period", "checkpoint_period"], text)
 
 
-RUN_RULES = (run, held_out, local_checkpoints)
+RUN_RULES = (run, endpoint, held_out, local_checkpoints)
