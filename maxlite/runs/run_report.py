@@ -81,11 +81,8 @@ def _print_data(name: str, data: DataLoader, console: Console) -> None:
   source = data.source
   if source.files:
     console.print(f"{name}: {source.files}")
-  shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
-  epoch = ""
-  if not source.parts:
-    epoch = f", {len(source.train) / data.global_batch_size:,.1f} steps per epoch"
-  console.print(f"{name}: {source.summary}; {shape} tokens per step{epoch}")
+  batches = source.describe_batches(data.global_batch_size, data.cfg.max_target_length)
+  console.print(f"{name}: {source.summary}; {batches}")
   for part_name, part in source.parts.items():
     console.print(f"  {part_name}: {part.files}; {part.summary}")
   if source.parts:
