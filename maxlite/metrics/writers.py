@@ -150,17 +150,17 @@ class BackgroundCalls:
       self._function()
 
   def close(self) -> None:
-    """Wait until the thread ends."""
+    """Have the thread call the function once more, and wait until it ends."""
     self._is_closed = True
     self._requested.set()
     self._thread.join()
 
   def _run(self) -> None:
-    while True:
+    is_last = False
+    while not is_last:
       self._requested.wait()
       self._requested.clear()
-      if self._is_closed:
-        return
+      is_last = self._is_closed
       with self._lock:
         try:
           self._function()

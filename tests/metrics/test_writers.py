@@ -275,7 +275,9 @@ def test_rows_are_uploaded_in_a_thread_and_before_a_flush_returns(tmp_path):
   while uploaded[-1] < 6 and time.monotonic() < deadline:
     time.sleep(0.01)
   assert uploaded[-1] == 6
+  writers.write({"step": 6})
   writers.close()
+  assert uploaded[-1] == 7
 
 
 def test_an_error_of_an_upload_ends_the_run_at_the_next_flush(tmp_path):
