@@ -30,6 +30,9 @@ def main() -> int:
     named: dict[str, Setting] = {}
     for layer in read_layers(CommandLine.split(sys.argv[1:]), None, DEFAULTS):
       named |= {setting.name: setting for setting in layer.settings}
+    kind = named.get("tokenizer_type")
+    if kind is not None and kind.raw not in ("byte", "huggingface"):
+      raise kind.error("is not what is trained; write tokenizer_type=huggingface")
     path = _new_file(named.get("tokenizer_path"))
     size = DEFAULTS["vocab_size"]
     if "vocab_size" in named:

@@ -4,8 +4,10 @@ A row is a flat dict of numbers with a `step`, and with `eval_loss` after an eva
 loads go to a separate file.
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -200,17 +202,17 @@ class BackgroundCalls:
       self._function()
 
   def close(self) -> None:
-    """Wait until the thread ends."""
+    """Have the thread call the function once more, and wait until it ends."""
     self._is_closed = True
     self._requested.set()
     self._thread.join()
 
   def _run(self) -> None:
-    while True:
+    is_last = False
+    while not is_last:
       self._requested.wait()
       self._requested.clear()
-      if self._is_closed:
-        return
+      is_last = self._is_closed
       with self._lock:
         try:
           self._function()
@@ -321,32 +323,86 @@ def parse_row(line: str) -> JsonObject | None:
 
 
 class TensorBoardWriter:
-  """Writes the values of a row as TensorBoard scalars, and text and images."""
+  """Writes the values of a row as TensorBoard scalars, and text and images.
 
-  def __init__(self, directory: Path, resume_step: int):
-    """Have TensorBoard hide earlier events in `directory` after `resume_step`."""
-    from tensorboardX import SummaryWriter  # slow to import, and only process 0 writes
+  It writes in a thread, which begins with the first row to import the library: that takes seconds
+  where PyTorch or clients of object stores are installed.
+  """
 
-    self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+  def __init__(self, directory: Path, resume_step: int, config: str = ""):
+    """Have TensorBoard hide earlier events in `directory` after `resume_step`.
+
+    Args:
+      directory: of event files.
+      resume_step: the step after which rows follow.
+      config: text that is shown as `config`.
+    """
+    self._directory = directory
+    self._resume_step = resume_step
+    self._config = config
+    self._writes: list[concurrent.futures.Future] = []
+
+  @functools.cached_property
+  def _writer(self) -> Any:
+    """The library's writer; only the thread uses it."""
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(str(self._directory), purge_step=self._resume_step + 1)
+    if self._config:
+      writer.add_text("config", self._config, self._resume_step)
+    return writer
+
+  def _start(self, call: Callable[[], object]) -> None:
+    self._writes.append(_TENSORBOARD_THREAD.submit(call))
 
   def write(self, row: Row) -> None:
-    for name, value in row.items():
-      if name not in ("step", TIME):
-        self._writer.add_scalar(name, value, row["step"])
+    step = row["step"]
+    values = {name: value for name, value in row.items() if name not in ("step", TIME)}
+
+    def add() -> None:
+      for name, value in values.items():
+        self._writer.add_scalar(name, value, step)
+
+    self._start(add)
 
   def write_text(self, name: str, text: str, step: int) -> None:
-    self._writer.add_text(name, text, step)
+    self._start(lambda: self._writer.add_text(name, text, step))
 
   def write_image(self, path: Path, step: int) -> None:
-    import matplotlib.image  # slow to import
+    def add() -> None:
+      import matplotlib.image  # slow to import
 
-    self._writer.add_image(path.stem, matplotlib.image.imread(path), step, dataformats="HWC")
+      image = matplotlib.image.imread(path)
+      self._writer.add_image(path.stem, image, step, dataformats="HWC")
+
+    self._start(add)
 
   def flush(self) -> None:
-    self._writer.flush()
+    def flush() -> None:
+      self._writer.flush()
+
+    if self._writes:
+      self._start(flush)
+    self._wait()
 
   def close(self) -> None:
-    self._writer.close()
+    def close() -> None:
+      self._writer.close()
+
+    if self._writes or "_writer" in vars(self):
+      self._start(close)
+    self._wait()
+
+  def _wait(self) -> None:
+    """Return once all is written; raise the first error."""
+    writes = self._writes
+    self._writes = []
+    for write in writes:
+      write.result()
+
+
+# Of all writers: an ensemble has one per member.
+_TENSORBOARD_THREAD = concurrent.futures.ThreadPoolExecutor(1, "tensorboard")
 
 
 class WandbWriter:

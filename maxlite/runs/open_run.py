@@ -319,10 +319,8 @@ def open_trackers(cfg: Config, folder: RunFolder, done: int) -> list[Tracker]:
   """Open the trackers of a run whose config is saved; UserError if W&B cannot be used."""
   trackers: list[Tracker] = []
   if cfg.observe.enable_tensorboard:
-    tensorboard = TensorBoardWriter(folder.tensorboard, done)
     code = textwrap.indent(folder.config.read_text("utf-8"), "    ")
-    tensorboard.write_text("config", code, done)
-    trackers.append(tensorboard)
+    trackers.append(TensorBoardWriter(folder.tensorboard, done, code))
   if cfg.observe.wandb_project_name:
     wandb = WandbWriter(
       folder.directory,

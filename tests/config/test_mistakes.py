@@ -251,6 +251,11 @@ MISTAKES = (
       "a shared one is saved at every step; write local_checkpoint_directory=",
     ),
     ("local_checkpoint_replication=true",): ("local_checkpoint_directory=/dev/shm/maxlite",),
+    ("metrics_host=0.0.0.0",): (
+      "metrics_host=0.0.0.0",
+      "metrics_port=0",
+      "write metrics_port=9100",
+    ),
     ("local_checkpoint_directory=/dev/shm/x", "members=[{}]"): (
       "an ensemble has no local checkpoints",
     ),

@@ -74,6 +74,21 @@ def test_long_activities_are_reported_until_they_end(monkeypatch):
   assert set(lines) == {"compiling the training step ... 0 s"}
 
 
+def test_a_start_names_what_it_waits_for(monkeypatch):
+  monkeypatch.setattr(waits, "FIRST_SECONDS", 0.05)
+  watch = Stopwatch()
+  lines = []
+  with watch.report_waits(lines.append):
+    for task in ("opening the data", "initializing the weights"):
+      watch.start(task)
+      time.sleep(0.3)
+    watch.switch("step")
+  assert set(lines) == {
+    "starting: opening the data ... 0 s",
+    "starting: initializing the weights ... 0 s",
+  }
+
+
 def test_a_wait_is_reported_until_it_ends(monkeypatch, capsys):
   monkeypatch.setattr(waits, "FIRST_SECONDS", 0.05)
   with waits.report_wait("reading"):

@@ -248,15 +248,22 @@ def tensorboard_events(directory):
 
 
 def test_tensorboard_has_every_value_and_purges_on_resume(tmp_path):
-  writer = TensorBoardWriter(tmp_path, 4)
+  writer = TensorBoardWriter(tmp_path, 4, "steps: 9")
+  assert not list(tmp_path.iterdir())  # the library is imported with the first row
   writer.write({"step": 5, "loss": 2.5, "skipped": 1})
+  writer.flush()
   writer.close()
   events = list(tensorboard_events(tmp_path))
   scalars = set()
+  texts = []
   for event in events:
     for value in event.summary.value:
-      scalars.add((value.tag, event.step, value.simple_value))
+      if value.tag.startswith("config"):
+        texts.append((event.step, value.tensor.string_val[0]))
+      else:
+        scalars.add((value.tag, event.step, value.simple_value))
   assert scalars == {("loss", 5, 2.5), ("skipped", 5, 1.0)}
+  assert texts == [(4, b"steps: 9")]
   assert [event.step for event in events if event.session_log.status == SessionLog.START] == [5]
 
 
@@ -351,7 +358,9 @@ def test_rows_are_uploaded_in_a_thread_and_before_a_flush_returns(tmp_path):
   while uploaded[-1] < 6 and time.monotonic() < deadline:
     time.sleep(0.01)
   assert uploaded[-1] == 6
+  writers.write({"step": 6})
   writers.close()
+  assert uploaded[-1] == 7
 
 
 def test_an_error_of_an_upload_ends_the_run_at_the_next_flush(tmp_path):

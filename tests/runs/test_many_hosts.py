@@ -84,6 +84,14 @@ def test_only_process_0_writes_and_each_identifies_itself(on_two_hosts):
 
 
 @pytest.mark.slow
+def test_process_0_decides_when_all_save_by_time(folder):
+  keys = SPREAD | DENSE | {"log_period": 2, "checkpoint_period": 100}
+  run(folder, processes=2, devices=2, **keys, checkpoint_period_minutes=1e-9)
+  steps = {int(path.name) for path in (folder / "run/checkpoints").iterdir() if path.name.isdigit()}
+  assert steps == {2, 4, 6}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [DENSE, MOE], ids=["dense", "moe"])
 def test_numbers_do_not_depend_on_the_distribution_of_devices_over_hosts(keys, folder):
   """Also when 1 host, or 2 with half the devices, resume from a checkpoint of 4 hosts."""

@@ -61,9 +61,9 @@ def _normalize(value: str) -> str:
 
 def _other_names() -> str:
   head = (
-    "\n## Other name\n\nVALUE is the value of MaxText's key, and words in capitals are those of "
-    "other keys of a command. ROWS is `chat` with `use_sft`, `preference` with `use_dpo`, else "
-    "`parquet`.\n\n"
+    "\n## Other name\n\nVALUE is the value of MaxText's key, and other capitals are values "
+    "of other keys of the command. ROWS is `chat` with `use_sft`, `preference` with `use_dpo`, and "
+    "`parquet` otherwise.\n\n"
   )
   rows = []
   for key, advice in OTHER_NAME.items():

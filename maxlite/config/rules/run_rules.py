@@ -38,6 +38,13 @@ def start(cfg: Config) -> Violations:
     yield Violation([key], f"is no step; write {key}=latest, {key}=best or {key}=100")
 
 
+def endpoint(cfg: Config) -> Violations:
+  """The rule on the endpoint for Prometheus."""
+  key = "metrics_host"
+  if cfg.observe.metrics_host != DEFAULTS[key] and not cfg.observe.metrics_port:
+    yield Violation([key, "metrics_port"], "there is no endpoint; write metrics_port=9100")
+
+
 def held_out(cfg: Config) -> Violations:
   """The rules on held-out losses, and on what depends on them."""
   observe = cfg.observe
@@ -90,3 +97,4 @@ def local_checkpoints(cfg: Config) -> Violations:
 
 
 RUN_RULES = (run, start, held_out, local_checkpoints)
+RUN_RULES = (run, endpoint, held_out, local_checkpoints)

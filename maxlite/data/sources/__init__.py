@@ -61,6 +61,13 @@ class DataSource:
     """The sources of a mixture, or this one as `data`."""
     return self.parts or {"data": self}
 
+  def describe_batches(self, num_rows: int, row_length: int) -> str:
+    """Return the size of batches and, of a single source, their number in an epoch, for the log."""
+    text = f"{num_rows} x {row_length} tokens per step"
+    if not self.parts:
+      text += f", {len(self.train) / num_rows:,.1f} steps per epoch"
+    return text
+
 
 def synthetic_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
   """Open random counting sequences, which need no files."""

@@ -236,7 +236,7 @@ class EnsembleRun:
     self.console.print(
       f"maxlite {__version__}, jax {jax.__version__}: {len(self.devices)} x "
       f"{self.devices[0].device_kind}, {len(self.members)} members; {self.source.summary}; "
-      f"{self.batch_size} x {self.cfg.data.max_target_length} tokens per step"
+      f"{self.source.describe_batches(self.batch_size, self.cfg.data.max_target_length)}"
     )
     if self.source.files:
       self.console.print(f"data: {self.source.files}")
