@@ -136,4 +136,11 @@ def prepare_process(program: str) -> None:
     else:
       write_line("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
+  def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    # When a write fails, Orbax (0.12.8) closes its event loop, and threads of TensorStore report
+    # that once for every other write. The error of the write itself is raised elsewhere.
+    if str(unraisable.exc_value) != "Event loop is closed":
+      sys.__unraisablehook__(unraisable)
+
   sys.excepthook = report
+  sys.unraisablehook = report_unraisable
