@@ -143,6 +143,27 @@ def test_abandoned_writes_are_not_reported(capsys, monkeypatch):
   assert "closed" not in shown
 
 
+@pytest.mark.parametrize(
+  "error",
+  [
+    MemoryError("4 GB"),
+    ImportError("a.so: failed to map segment from shared object"),
+    RuntimeError("can't start new thread"),
+    OSError(12, "Cannot allocate memory"),
+  ],
+)
+def test_a_lack_of_memory_is_one_line(error, capsys, monkeypatch):
+  monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+  prepare_process("maxlite.train")
+  shown = RuntimeError("long text of a library")
+  shown.__cause__ = error
+  sys.excepthook(RuntimeError, shown, None)
+  line = capsys.readouterr().err
+  assert line.startswith(f"maxlite.train: out of memory ({type(error).__name__}: ")
+  assert line.count("\n") == 1
+
+
 def test_generated_text_is_safe_in_a_terminal_alone(monkeypatch):
   from maxlite.inference.generation import CompletionText, _write_text
 
