@@ -133,6 +133,7 @@ def _address_space_limit() -> int | None:
 def _lack_of_memory(error: BaseException | None) -> str:
   """Return a line if an error, or one that led to it, is that this host has no memory; or empty."""
   limit = _address_space_limit()
+  line = ""
   while error is not None:
     # A library that cannot be initialized does not say why.
     is_likely = limit is not None and isinstance(error, ImportError) and "initializ" in str(error)
@@ -141,9 +142,9 @@ def _lack_of_memory(error: BaseException | None) -> str:
       fix = "free memory"
       if limit is not None:
         fix += f", or raise the limit of {limit:,} bytes (ulimit -v)"
-      return f"out of memory ({reason}): {fix}"
+      line = f"out of memory ({reason}): {fix}"
     error = error.__cause__ or error.__context__
-  return ""
+  return line  # of the first cause
 
 
 def prepare_process(program: str) -> None:
