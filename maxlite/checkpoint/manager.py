@@ -43,8 +43,9 @@ from maxlite.checkpoint.orbax_object_store import (
   remove_folder,
 )
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
-from maxlite.checkpoint.run_folder import RUN_ID, require_regular_files, step_of
+from maxlite.checkpoint.run_folder import RUN_ID, step_of
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import MAX_JSON_BYTES, require_regular_files
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.schema import CheckpointConfig
@@ -54,6 +55,8 @@ from maxlite.layers.lora import drop_missing_modules
 from maxlite.sharding.pytree import PyTree
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
+# The files of a checkpoint that Orbax reads as a whole.
+_READ_WHOLE = ("_CHECKPOINT_METADATA", "manifest/metadata", "state/_METADATA", "state/_sharding")
 PARAMS = "params/"  # prefix of the names of parameters
 
 
@@ -365,7 +368,12 @@ class Checkpoints:
   def _read_manifest(self, step: int, run_id: str) -> Manifest:
     """Read a manifest; raise OSError if it is damaged, or of another step or run than `run_id`."""
     folder = self._directory / str(step)
-    require_regular_files(folder)
+    if isinstance(folder, Path):
+      require_regular_files(folder)
+      for name in _READ_WHOLE:
+        path = folder / name
+        if path.exists() and path.stat().st_size > MAX_JSON_BYTES:
+          raise OSError(f"{name} has {path.stat().st_size:,} bytes")
     # A Checkpointer would let all processes wait for one that cannot read.
     manifest = ocp.JsonCheckpointHandler().restore(folder / "manifest")
     verify_manifest(manifest)
