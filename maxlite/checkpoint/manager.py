@@ -386,7 +386,11 @@ class Checkpoints:
     return manifest
 
   def _read_state(self, step: int, abstract: PyTree) -> PyTree:
-    """Read the arrays of `abstract`, which may be part of the saved state."""
+    """Read the arrays of `abstract`, which may be part of the saved state.
+
+    Raises:
+      OSError: the files describe something else; Orbax raises various types.
+    """
     args = ocp.args.PyTreeRestore(
       item=abstract,
       restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -395,7 +399,11 @@ class Checkpoints:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, DrainingArrayHandler()))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     path = self._directory / str(step) / "state"
-    return handler.restore(path, args=args)
+    state = handler.restore(path, args=args)
+    for name, leaf in leaves_by_path(state).items():
+      if not isinstance(leaf, jax.Array):
+        raise OSError(f"{name} is a {type(leaf).__name__} in its metadata, not an array")
+    return state
 
   def _require_shared(self, steps: list[int]) -> None:
     """Raise UserError on all processes if they do not see the same checkpoints."""
