@@ -43,8 +43,9 @@ from maxlite.checkpoint.orbax_object_store import (
   remove_folder,
 )
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
-from maxlite.checkpoint.run_folder import RUN_ID, require_regular_files, step_of
+from maxlite.checkpoint.run_folder import RUN_ID, step_of
 from maxlite.config.errors import UserError
+from maxlite.config.file_io import MAX_JSON_BYTES, require_regular_files
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import AnyPath, is_remote, to_path
@@ -56,6 +57,8 @@ from maxlite.layers.lora import drop_missing_modules
 from maxlite.sharding.pytree import PyTree
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
+# The files of a checkpoint that Orbax reads as a whole.
+_READ_WHOLE = ("_CHECKPOINT_METADATA", "manifest/metadata", "state/_METADATA", "state/_sharding")
 PARAMS = "params/"  # prefix of the names of parameters
 
 
@@ -377,7 +380,12 @@ class Checkpoints:
   def _read_manifest(self, step: int, run_id: str) -> Manifest:
     """Read a manifest; raise OSError if it is damaged, or of another step or run than `run_id`."""
     folder = self._directory / str(step)
-    require_regular_files(folder)
+    if isinstance(folder, Path):
+      require_regular_files(folder)
+      for name in _READ_WHOLE:
+        path = folder / name
+        if path.exists() and path.stat().st_size > MAX_JSON_BYTES:
+          raise OSError(f"{name} has {path.stat().st_size:,} bytes")
     # A Checkpointer would let all processes wait for one that cannot read.
     manifest = ocp.JsonCheckpointHandler().restore(folder / "manifest")
     verify_manifest(manifest)
@@ -390,7 +398,11 @@ class Checkpoints:
     return manifest
 
   def _read_state(self, step: int, abstract: PyTree) -> PyTree:
-    """Read the arrays of `abstract`, which may be part of the saved state."""
+    """Read the arrays of `abstract`, which may be part of the saved state.
+
+    Raises:
+      OSError: the files describe something else; Orbax raises various types.
+    """
     args = ocp.args.PyTreeRestore(
       item=abstract,
       restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -399,7 +411,11 @@ class Checkpoints:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, DrainingArrayHandler()))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     path = self._directory / str(step) / "state"
-    return handler.restore(path, args=args)
+    state = handler.restore(path, args=args)
+    for name, leaf in leaves_by_path(state).items():
+      if not isinstance(leaf, jax.Array):
+        raise OSError(f"{name} is a {type(leaf).__name__} in its metadata, not an array")
+    return state
 
   def _require_shared(self, steps: list[int]) -> None:
     """Raise UserError on all processes if they do not see the same checkpoints."""

@@ -10,6 +10,9 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from maxlite.config.errors import get_logger
+
+get_logger("absl")  # Orbax logs the content of damaged files
 CHUNK_BYTES = 32 << 20  # size of the chunks of an array on disk
 MIN_SLICE_BYTES = 1 << 20  # smaller shards are written by one of their replicas
 MAX_LAYERS = 512  # a larger first axis is not a stack of layers

@@ -135,6 +135,8 @@ def is_environment_error(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
   """Shorten an error of TensorStore or Orbax to one line."""
+  if isinstance(error, OSError) and error.filename and error.strerror:
+    return f"{error.filename}: {error.strerror}"
   line = first_line(error)
   if type(error) is not OSError:  # raised by the checks of checkpoints
     line = f"{type(error).__name__}: {line}"

@@ -26,7 +26,6 @@ from maxlite.config.file_io import (
 )
 from maxlite.config.model_function import sealed_keys
 from maxlite.config.object_store import (
-  AnyPath,
   download,
   filesystem,
   is_remote,
@@ -368,22 +367,6 @@ def step_of(name: str) -> int | None:
   if not _STEP.fullmatch(name):
     return None
   return int(name)
-
-
-def require_regular_files(folder: AnyPath) -> None:
-  """Raise OSError if a local folder contains something whose reading may never end."""
-  if not isinstance(folder, Path):
-    return
-  for parent, folders, files in os.walk(folder):
-    for name in files:
-      path = Path(parent, name)
-      problem = irregularity(path)
-      if problem:
-        raise OSError(f"{path.relative_to(folder)} {problem}")
-    for name in folders:
-      path = Path(parent, name)
-      if path.is_symlink():  # os.walk does not look into it
-        raise OSError(f"{path.relative_to(folder)} is a link to {os.readlink(path)}")
 
 
 def _only_data(name: str, before: KeyValue, now: KeyValue) -> bool:

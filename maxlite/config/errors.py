@@ -5,6 +5,8 @@ import errno
 import faulthandler
 import gc
 import logging
+import re
+import resource
 import signal
 import sys
 import traceback
@@ -27,6 +29,11 @@ _STORAGE_ERRORS = (
   errno.ELOOP,
   errno.ENXIO,
 )
+
+
+# What libraries raise when memory cannot be mapped, also for the stack of a thread.
+_NO_MEMORY = re.compile("failed to map segment|[Cc]annot allocate memory|can't start new thread")
+_MAX_REASON = 200  # characters
 
 
 class UserError(ValueError):
@@ -119,6 +126,29 @@ def exit_on_user_error(program: str) -> Iterator[None]:
   raise SystemExit(2)
 
 
+def _address_space_limit() -> int | None:
+  """Return the bytes of memory that this process may map; None if they are not limited."""
+  limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+  return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _lack_of_memory(error: BaseException | None) -> str:
+  """Return a line if an error, or one that led to it, is that this host has no memory; or empty."""
+  limit = _address_space_limit()
+  line = ""
+  while error is not None:
+    # A library that cannot be initialized does not say why.
+    is_likely = limit is not None and isinstance(error, ImportError) and "initializ" in str(error)
+    if is_likely or isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+      reason = printable(f"{type(error).__name__}: {error}")[:_MAX_REASON]
+      fix = "free memory"
+      if limit is not None:
+        fix += f", or raise the limit of {limit:,} bytes (ulimit -v)"
+      line = f"out of memory ({reason}): {fix}"
+    error = error.__cause__ or error.__context__
+  return line  # of the first cause
+
+
 def prepare_process(program: str) -> None:
   """Set up the process of an entry point; to be called before JAX is imported.
 
@@ -137,7 +167,16 @@ def prepare_process(program: str) -> None:
       cause = cause.__cause__ or cause.__context__
     if cause:
       sys.stderr.write(f"{program}: interrupted\n")
+    elif lack := _lack_of_memory(error):
+      write_line(f"{program}: {lack}")
     else:
       write_line("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
+  def report_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    # When a write fails, Orbax (0.12.8) closes its event loop, and threads of TensorStore report
+    # that once for every other write. The error of the write itself is raised elsewhere.
+    if str(unraisable.exc_value) != "Event loop is closed":
+      sys.__unraisablehook__(unraisable)
+
   sys.excepthook = report
+  sys.unraisablehook = report_unraisable

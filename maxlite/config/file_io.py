@@ -43,6 +43,20 @@ def irregularity(path: Path, *, is_folder: bool = False, follows_links: bool = F
   return "is a folder" if stat.S_ISDIR(mode) else "is not a file"
 
 
+def require_regular_files(folder: Path) -> None:
+  """Raise OSError if a folder contains a link, or something whose reading may never end."""
+  for parent, folders, files in os.walk(folder):
+    for name in files:
+      path = Path(parent, name)
+      problem = irregularity(path)
+      if problem:
+        raise OSError(f"{path.relative_to(folder)} {problem}")
+    for name in folders:
+      path = Path(parent, name)
+      if path.is_symlink():  # os.walk does not look into it
+        raise OSError(f"{path.relative_to(folder)} is a link to {os.readlink(path)}")
+
+
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follows_links: bool = False) -> int:
   """Open a regular file, and return its descriptor.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from maxlite.config.errors import get_logger
-from maxlite.config.file_io import write_atomically
+from maxlite.config.file_io import open_regular, write_atomically
 from maxlite.config.json_values import Json, JsonObject
 
 _RECORD = "progress.json"
@@ -56,7 +56,9 @@ class PartialFiles:
     progress = self._restore()
     with contextlib.ExitStack() as stack:
       for name, path in self._paths.items():
-        self._streams[name] = stack.enter_context(path.open("ab", buffering=_BLOCK_BYTES))
+        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+        stream = stack.enter_context(os.fdopen(descriptor, "ab", buffering=_BLOCK_BYTES))
+        self._streams[name] = stream
       yield progress
 
   def append(self, name: str, data: bytes) -> None:
@@ -89,7 +91,7 @@ class PartialFiles:
       except _ChangedError as error:
         log.warning("tokenization in %s starts again: %s", self._record_path.parent, error)
     for name, path in self._paths.items():
-      path.write_bytes(b"")
+      write_atomically(path, b"")
       self._digests[name] = _new_digest()
     return Progress()
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.config.errors import UserError, get_logger
-from maxlite.config.file_io import write_atomically
+from maxlite.config.file_io import open_regular, require_regular_files, write_atomically
 from maxlite.config.object_store import (
   AnyPath,
   DataFile,
@@ -205,6 +205,7 @@ def _damage(folder: Path, sources: list[DataFile]) -> str:
   verified_path = folder / "verified"
   files: list[DataFile] = [folder / _META, *_all_split_files(folder), *sources]
   try:
+    require_regular_files(folder)
     stamp = str([(str(file), _touched(file)) for file in files])
     if verified_path.exists() and verified_path.read_text() == stamp:
       return ""
@@ -307,7 +308,7 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
   partial = folder.with_name(f"{folder.name}.partial")
   _remove_stale(folder.parent, partial)
   partial.mkdir(parents=True, exist_ok=True)
-  lock = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT)
+  lock = open_regular(partial / _LOCK, os.O_RDWR | os.O_CREAT)
   try:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -335,7 +336,8 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
 def _remove_stale(cache_directory: Path, kept: Path) -> None:
   """Remove partial folders of killed processes, recognized by their last modification."""
   for partial in cache_directory.glob("*.partial"):
-    with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+    # Another process has just renamed it, or it is no folder.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
       newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
       if partial != kept and time.time() - newest > _STALE_SECONDS:
         shutil.rmtree(partial, ignore_errors=True)

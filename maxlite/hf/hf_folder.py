@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object
+from maxlite.config.file_io import named_errors, read_json_object
 from maxlite.config.json_values import Json, JsonObject
 
 CONFIG = "config.json"
@@ -108,10 +108,12 @@ class TensorFile:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     self._first = 8 + len(text)
+    self._path = path
     self._file = path.open("xb")
     try:
-      self._file.write(len(text).to_bytes(8, "little") + text)
-      self._file.truncate(self._first + end)
+      with named_errors(path):
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._first + end)
     except OSError:
       with contextlib.suppress(OSError):
         self._file.close()
@@ -121,14 +123,16 @@ class TensorFile:
     """Write rows of a tensor, starting at row `low`."""
     rows = np.ascontiguousarray(rows)
     bytes_each = math.prod(rows.shape[1:]) * rows.itemsize
-    self._file.seek(self._first + self._offsets[name] + low * bytes_each)
-    self._file.write(rows.reshape(-1).view(np.uint8).data)
+    with named_errors(self._path):
+      self._file.seek(self._first + self._offsets[name] + low * bytes_each)
+      self._file.write(rows.reshape(-1).view(np.uint8).data)
 
   def close(self) -> None:
     """Return when all is on disk."""
-    self._file.flush()
-    os.fsync(self._file.fileno())
-    self._file.close()
+    with named_errors(self._path):
+      self._file.flush()
+      os.fsync(self._file.fileno())
+      self._file.close()
 
 
 def read_config(directory: Path) -> JsonObject:

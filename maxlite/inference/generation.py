@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -248,7 +249,9 @@ def _write_lines(
         "text": texts[finished],
         "finish_reason": finish_reasons[finished],
       }
-      sys.stdout.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+      line = json.dumps(row, ensure_ascii=False)  # JSON escapes control characters below a space
+      line = re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line)
+      sys.stdout.write(f"{line}\n")
       sys.stdout.flush()
 
 

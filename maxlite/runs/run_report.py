@@ -115,11 +115,8 @@ def describe_data(name: str, data: DataLoader) -> list[str]:
   lines = []
   if source.files:
     lines.append(f"{name}: {source.files}")
-  shape = f"{data.global_batch_size} x {data.cfg.max_target_length}"
-  epoch = ""
-  if not source.parts:
-    epoch = f", {len(source.train) / data.global_batch_size:,.1f} steps per epoch"
-  lines.append(f"{name}: {source.summary}; {shape} tokens per step{epoch}")
+  batches = source.describe_batches(data.global_batch_size, data.cfg.max_target_length)
+  lines.append(f"{name}: {source.summary}; {batches}")
   for part_name, part in source.parts.items():
     lines.append(f"  {part_name}: {part.files}; {part.summary}")
   if source.parts:

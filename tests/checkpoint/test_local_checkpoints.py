@@ -1,7 +1,11 @@
 """Local checkpoints restore exactly one saved snapshot, or nothing."""
 
+import hashlib
+import json
+import os
 import resource
 import shutil
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
+from maxlite.checkpoint.manifest import seal_manifest
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import CheckpointConfig
 from maxlite.sharding import MESH_AXES, build_mesh
@@ -178,3 +183,71 @@ def test_a_folder_that_cannot_be_created_raises(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match=r"local_checkpoint_directory=.*Not a directory: name a"):
     Start(tmp_path / "file")
+
+
+def file_of_step(folder, step):
+  (path,) = folder.rglob(f"{step}-*.slices")
+  return path
+
+
+ODD_FILES = {
+  "pipe": os.mkfifo,
+  "device": lambda path: path.symlink_to("/dev/zero"),
+  "link": lambda path: path.symlink_to(path.with_name("copy")),
+  "loop": lambda path: path.symlink_to(path.name),
+  "folder": lambda path: path.mkdir(),
+  "sparse": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+  "deep": lambda path: path.write_text("[" * 100_000 + "\n"),
+  "number": lambda path: path.write_text("9" * 10_000 + "\n"),
+  "list": lambda path: path.write_text(
+    json.dumps({"body": [1], "sha256": hashlib.sha256(b"[1]").hexdigest()}) + "\n"
+  ),
+  "body": lambda path: path.write_text(json.dumps(seal_manifest({"data": 1})) + "\n"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_checkpoint_is_skipped(tmp_path, kind):
+  Start(tmp_path).save(1, 2)
+  path = file_of_step(tmp_path, 2)
+  path.rename(path.with_name("copy"))
+  ODD_FILES[kind](path)
+  start = Start(tmp_path)
+  assert start.restored() == 1
+  start.save(3, 4)
+  assert Start(tmp_path).restored() == 4
+
+
+def test_a_longer_file_with_its_checksum_is_skipped(tmp_path):
+  """Its bytes are those of another state."""
+  Start(tmp_path).save(1, 2)
+  path = file_of_step(tmp_path, 2)
+  line, _, data = path.read_bytes().partition(b"\n")
+  body = json.loads(line)["body"]
+  data += b"more"
+  manifest = seal_manifest(body | {"crc32": zlib.crc32(data)})
+  path.write_bytes(json.dumps(manifest).encode() + b"\n" + data)
+  assert Start(tmp_path).restored() == 1
+
+
+@pytest.mark.parametrize("name", ["5" * 5000, "٣", "1-a-b.slices.d", "-1-a-b.slices", "x"])
+def test_files_of_other_names_are_left_alone(tmp_path, name):
+  Start(tmp_path).save(1)
+  folder = file_of_step(tmp_path, 1).parent
+  other = folder / f"{name[:200]}-{'a'}-{'b'}.slices" if name.startswith("5") else folder / name
+  other.touch()
+  start = Start(tmp_path)
+  assert start.restored() == 1
+  start.save(2, 3)
+  assert other.exists()
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path, monkeypatch):
+  (tmp_path / "victim").write_text("precious")
+  start = Start(tmp_path / "local").save(1)
+  name = file_of_step(tmp_path, 1).name.replace("1-", "2-", 1)
+  temporary = (tmp_path / "local" / "run" / name).with_suffix(f".{os.getpid()}.tmp")
+  temporary.symlink_to(tmp_path / "victim")
+  start.save(2)
+  assert Start(tmp_path / "local").restored() == 2
+  assert (tmp_path / "victim").read_text() == "precious"

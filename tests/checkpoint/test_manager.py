@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import logging
 import os
 import shutil
 import signal
@@ -312,6 +313,18 @@ def test_a_linked_folder_in_a_checkpoint_is_damage(folder, tmp_path, name):
   (folder / "2" / name).symlink_to(tmp_path / name)
   assert_restores(open_checkpoints(folder, reports := []), 1)
   assert f"2 is damaged: {name} is a link to" in reports[0]
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "manifest/metadata", "state/_METADATA"])
+def test_a_file_that_is_read_whole_has_a_limit(folder, name):
+  os.truncate(folder / "2" / name, 1 << 36)  # sparse
+  assert_restores(open_checkpoints(folder, reports := []), 1)
+  assert f"2 is damaged: {name} has 68,719,476,736 bytes" in reports[0]
+
+
+def test_what_orbax_logs_of_a_damaged_file_is_escaped(caplog):
+  logging.getLogger("absl").error("file content: %s", "\x1b]0;x\x07")
+  assert caplog.messages == ["file content: \\x1b]0;x\\x07"]
 
 
 def test_folders_that_are_not_named_like_a_step_are_ignored(folder):

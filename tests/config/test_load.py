@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from maxlite.config import load_config, yaml_files
 from maxlite.config.command_line import CommandLine
+from maxlite.config.errors import UserError
 from maxlite.config.load import read_layers
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
@@ -190,3 +191,16 @@ def test_shipped_files_load(file):
   if file.parent.name == "chat":  # an imported run may have its own template
     argv.append(f"chat_template_path={file.with_name('plain.jinja')}")
   assert load_config(argv, needs_data=False)
+
+
+def test_the_first_of_many_unknown_keys_are_compared_with_all_keys(tmp_path):
+  """The search for a similar key takes a millisecond, and a file may have thousands of keys."""
+  file = tmp_path / "many.yml"
+  file.write_text("".join(f"learning_rate_{n}: 1\n" for n in range(200)) + "use_dpo: true\n")
+  with pytest.raises(UserError) as caught:
+    load_config([str(file)])
+  lines = caught.value.lines
+  assert len(lines) == 201
+  assert ["did you mean learning_rate?" in line for line in lines] == [True] * 50 + [False] * 151
+  assert "many.yml:200: learning_rate_199=1 is not a key" in lines[199]
+  assert "is a key of MaxText" in lines[200]

@@ -112,6 +112,7 @@ def test_a_log_record_is_escaped_once(caplog):
 
 def test_tracebacks_are_safe(capsys, monkeypatch):
   monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
   prepare_process("maxlite.train")
   try:
     raise RuntimeError(HOSTILE)
@@ -120,6 +121,47 @@ def test_tracebacks_are_safe(capsys, monkeypatch):
   error = capsys.readouterr().err
   assert_safe(error, kept="RuntimeError: \\x1b]0;title\\x07")
   assert error.startswith("Traceback (most recent call last):\n")
+
+
+def test_abandoned_writes_are_not_reported(capsys, monkeypatch):
+  """Threads of TensorStore report a closed event loop for each, after the error of the first."""
+  monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+  prepare_process("maxlite.train")
+
+  class Raising:
+    def __init__(self, text):
+      self.text = text
+
+    def __del__(self):
+      raise RuntimeError(self.text)
+
+  for text in ("Event loop is closed", "another"):
+    Raising(text)
+  shown = capsys.readouterr().err
+  assert "another" in shown
+  assert "closed" not in shown
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    MemoryError("4 GB"),
+    ImportError("a.so: failed to map segment from shared object"),
+    RuntimeError("can't start new thread"),
+    OSError(12, "Cannot allocate memory"),
+  ],
+)
+def test_a_lack_of_memory_is_one_line(error, capsys, monkeypatch):
+  monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+  monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+  prepare_process("maxlite.train")
+  shown = RuntimeError("long text of a library")
+  shown.__cause__ = error
+  sys.excepthook(RuntimeError, shown, None)
+  line = capsys.readouterr().err
+  assert line.startswith(f"maxlite.train: out of memory ({type(error).__name__}: ")
+  assert line.count("\n") == 1
 
 
 def test_generated_text_is_safe_in_a_terminal_alone(monkeypatch):

@@ -4,6 +4,8 @@ import datetime
 import io
 import json
 import os
+import resource
+import signal
 import threading
 import time
 
@@ -149,6 +151,21 @@ def test_rows_are_not_written_through_links_and_pipes(tmp_path, make):
     with pytest.raises(UserError, match=r"metrics\.jsonl is (not a file|a link to .*victim)"):
       use(tmp_path / "metrics.jsonl")
   assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+  writer = JsonlWriter(tmp_path / "metrics.jsonl", -1)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+  try:
+    with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+      writer.write({"step": 1, "text": "x" * 200})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)
+  writer.close()
+  assert caught.value.filename == str(tmp_path / "metrics.jsonl")
 
 
 def test_json_is_strict_and_keys_are_sorted(tmp_path):
