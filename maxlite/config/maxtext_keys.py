@@ -147,7 +147,6 @@ OTHER_NAME: dict[str, str] = {
   "sft_train_on_completion_only": "dataset_type=chat, which trains on answers only",
   "train_data_columns": "text_column=NAME",
   "train_split": "dataset_path=FILES of that split",
-  "use_chat_template": "dataset_type=chat",
   "use_sft": "dataset_type=chat dataset_path=FILE.jsonl",
   # Optimizer and losses
   "adamw_mask": "adam_weight_decay=W, which norms and biases are free of",
