@@ -166,7 +166,6 @@ OTHER_NAME: dict[str, str] = {
   "train_data_columns": _COLUMNS,
   "train_micro_batch_size": "gradient_accumulation_steps=N, the micro-batches of a step",
   "train_split": _HUB,
-  "use_chat_template": "dataset_type=chat",
   "use_sft": _ROWS,
   # Optimizer and losses
   "adamw_mask": "adam_weight_decay=W, which norms and biases are free of",

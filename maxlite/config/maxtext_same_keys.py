@@ -150,6 +150,7 @@ SAME_NAME: dict[str, str] = {
   "skip_first_n_steps_for_profiler": "1",
   "profiler_steps": "5",
   "prompt": "I love to",
+  "use_chat_template": "false",
   "decode_sampling_temperature": "1.0",
   "decode_sampling_top_k": "0",
   "decode_sampling_nucleus_p": "-1",
@@ -183,6 +184,7 @@ OTHER_MEANING: dict[str, str] = {
   "prompt": "tokenized as documents are, with or without bos",
   "remat_policy": "docs/config.md lists the policies",
   "sliding_window_size": "of every layer, or of the local layers of a family that has them",
+  "use_chat_template": "of maxlite.generate; dataset_type=chat trains on conversations",
   "vocab_size": "at least that of the tokenizer",
   "wandb_project_name": "switches Weights & Biases on",
 }

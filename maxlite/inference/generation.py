@@ -1,29 +1,33 @@
-"""Complete prompts: `maxlite.generate`, and the callback `completions` of a run."""
+"""Complete prompts and chats: `maxlite.generate`, and the callback `completions` of a run."""
 
 import collections
+import contextlib
 import json
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 
 from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.errors import escape_controls, write_line
-from maxlite.config.registry import SOURCES
-from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig, ModelConfig
-from maxlite.data.sources.jsonl import read_objects
-from maxlite.data.tokenizer import Tokenizer, encode_prompt, open_tokenizer
-from maxlite.data.vocabulary_check import check_vocabulary
+from maxlite.config.json_values import JsonObject
+from maxlite.config.schema import ModelConfig
+from maxlite.data.sources.chat_template import Message
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import CompletionText, stream_completions
 from maxlite.inference.drafters import max_num_drafts
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import SamplingParams
+from maxlite.inference.prompts import (
+  Conversation,
+  Prompt,
+  PromptEncoder,
+  has_conversations,
+  read_prompts,
+)
 from maxlite.metrics.writers import JsonlWriter
 from maxlite.runs.open_run import open_trained
 from maxlite.sharding.pytree import PyTree
@@ -35,23 +39,61 @@ _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reu
 
 
 def run_generation(cfg: Config) -> int:
-  """Stream the completion of a prompt, or write those of a file of prompts as JSON lines."""
+  """Complete a prompt, or a file of prompts as JSON lines, or chat in a terminal."""
   with exit_on_user_error("maxlite.generate"):
+    if cfg.generate.use_chat_template and not cfg.generate.prompt and not cfg.generate.prompt_file:
+      return _chat(cfg)
     prompts = read_prompts(cfg.generate)
-    tokenizer = open_text_tokenizer(cfg)
-    requests = _requests(cfg, prompts, tokenizer)
+    encoder = PromptEncoder(cfg, chats=has_conversations(prompts))
+    requests = encoder.requests(prompts)
     trainer, params = open_trained(cfg)
-    engine = build_engine(trainer, params, tokenizer.stop_token_ids, requests)
+    engine = build_engine(trainer, params, encoder.stop_token_ids, requests)
   batcher = Batcher(engine)
-  completions = stream_completions(batcher, requests, tokenizer, cfg.generate.stop)
+  completions = stream_completions(batcher, requests, encoder.tokenizer, cfg.generate.stop)
   if cfg.generate.prompt_file:
     _write_lines(dict(zip(requests, prompts, strict=True)), completions)
   else:
     (prompt,) = prompts
     engine.compile_for(requests[0])  # before the text, which reports of compilation would interrupt
-    _write_text(prompt, completions)
+    if isinstance(prompt, str):
+      _write(prompt)
+    _write_text(completions)
   write_line(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s")
   return 0
+
+
+def _chat(cfg: Config) -> int:
+  """Answer the lines of standard input as one conversation, until its end.
+
+  Raises:
+    UserError: as the command does; or the conversation becomes too long for the model.
+  """
+  encoder = PromptEncoder(cfg, chats=True)
+  trainer, params = open_trained(cfg)
+  longest = GenerationRequest([encoder.tokenizer.eos], cfg.data.max_target_length - 1)
+  engine = build_engine(trainer, params, encoder.stop_token_ids, [longest])
+  batcher = Batcher(engine)
+  messages: list[Message] = []
+  for n, line in enumerate(_typed_lines()):
+    messages.append({"role": "user", "content": line})
+    request = encoder.request(n, Conversation(messages, {}))
+    engine.check(request)
+    engine.compile_for(request)
+    answer = _write_text(
+      stream_completions(batcher, [request], encoder.tokenizer, cfg.generate.stop)
+    )
+    messages.append({"role": "assistant", "content": answer})
+  return 0
+
+
+def _typed_lines() -> Iterator[str]:
+  """Yield the lines of standard input that are not blank; in a terminal, with a prompt."""
+  prompt = "> " if sys.stdin.isatty() else ""
+  with contextlib.suppress(EOFError, KeyboardInterrupt):
+    while True:
+      line = input(prompt).encode(errors="replace").decode()
+      if line.strip():
+        yield line
 
 
 class Completer:
@@ -61,10 +103,10 @@ class Completer:
     UserError: as the command does.
   """
 
-  def __init__(self, trainer: Trainer, prompts: Sequence[str]) -> None:
+  def __init__(self, trainer: Trainer, prompts: Sequence[Prompt]) -> None:
     self._trainer = trainer
-    self._tokenizer = open_text_tokenizer(trainer.cfg)
-    self._requests = _requests(trainer.cfg, prompts, self._tokenizer)
+    self._encoder = PromptEncoder(trainer.cfg, chats=has_conversations(prompts))
+    self._requests = self._encoder.requests(prompts)
     self._engine: Engine | None = None
 
   def complete(self, params: PyTree) -> list[str]:
@@ -74,7 +116,7 @@ class Completer:
       self._engine = build_engine(
         self._trainer,
         params,
-        self._tokenizer.stop_token_ids,
+        self._encoder.stop_token_ids,
         self._requests,
       )
     else:
@@ -82,7 +124,7 @@ class Completer:
     completions = stream_completions(
       Batcher(self._engine),
       self._requests,
-      self._tokenizer,
+      self._encoder.tokenizer,
       cfg.generate.stop,
     )
     texts = dict.fromkeys(self._requests, "")
@@ -90,19 +132,6 @@ class Completer:
       texts[completion.request] += completion.text
     self._engine.unload()
     return list(texts.values())
-
-
-def open_text_tokenizer(cfg: Config) -> Tokenizer:
-  """Open the tokenizer of the run's data.
-
-  Raises:
-    UserError: the data are synthetic, or the tokenizer has ids that the model lacks.
-  """
-  if SOURCES.entry(cfg.data.dataset_type).is_synthetic:
-    raise UserError("a run on dataset_type=synthetic has no tokenizer to write text with")
-  tokenizer = open_tokenizer(cfg.data)
-  check_vocabulary(tokenizer, cfg.model.vocab_size)
-  return tokenizer
 
 
 def build_engine(
@@ -172,67 +201,24 @@ def _round_up(number: int, multiple: int) -> int:
   return math.ceil(number / multiple) * multiple
 
 
-def read_prompts(cfg: GenerateConfig) -> list[str]:
-  """`prompt`, or those of `prompt_file`; raise UserError if it has none.
-
-  Unpaired surrogates, which JSON and bytes that are not UTF-8 give, become question marks.
-  """
-  if not cfg.prompt_file:
-    return [_encode(cfg.prompt).decode()]
-  path = Path(cfg.prompt_file).expanduser()
-  if not path.is_file():
-    raise UserError(f"prompt_file={cfg.prompt_file} is not a file")
-  prompts: list[str] = []
-  for place, record in read_objects(path, 0, 1):
-    prompt = record.get("prompt")
-    if not isinstance(prompt, str):
-      raise UserError(f'prompt_file={place}: write {{"prompt": "..."}}')
-    prompts.append(_encode(prompt).decode())
-  if not prompts:
-    raise UserError(f"prompt_file={cfg.prompt_file} has no lines")
-  return prompts
+def _write(text: str) -> None:
+  """Write to stdout; to a terminal, with escapes for what it would obey."""
+  sys.stdout.write(escape_controls(text) if sys.stdout.isatty() else text)
+  sys.stdout.flush()
 
 
-def _encode(text: str) -> bytes:
-  return text.encode(errors="replace")
-
-
-def _requests(cfg: Config, prompts: Sequence[str], tokenizer: Tokenizer) -> list[GenerationRequest]:
-  """The requests of `prompts`, each with another seed."""
-  return [_request(cfg, n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
-
-
-def _request(cfg: Config, n: int, prompt: str, tokenizer: Tokenizer) -> GenerationRequest:
-  """The request of the n-th prompt."""
-  generate = cfg.generate
-  sampling = SamplingParams(
-    temperature=generate.decode_sampling_temperature,
-    top_k=generate.decode_sampling_top_k,
-    top_p=generate.decode_sampling_nucleus_p,
-    min_p=generate.decode_sampling_min_p,
-    repetition_penalty=generate.decode_sampling_repetition_penalty,
-  )
-  tokens = encode_prompt(tokenizer, _encode(prompt))
-  num_new = generate.max_new_tokens
-  if num_new == -1:
-    room = cfg.data.max_target_length - len(tokens)
-    num_new = max(min(room, DEFAULT_NEW_TOKENS), 1)  # without room, `build_engine` raises
-  seed = (generate.decode_sampling_seed + n) % 2**32
-  return GenerationRequest(tokens, num_new, sampling, seed)
-
-
-def _write_text(prompt: str, completions: Iterable[CompletionText]) -> None:
-  """Write the prompt and its completion as text; to a terminal, with escapes for what it obeys."""
-  shown = escape_controls if sys.stdout.isatty() else str
-  sys.stdout.write(shown(prompt))
+def _write_text(completions: Iterable[CompletionText]) -> str:
+  """Write a completion as text, and return it."""
+  text = ""
   for completion in completions:
-    sys.stdout.write(shown(completion.text))
-    sys.stdout.flush()
+    text += completion.text
+    _write(completion.text)
   sys.stdout.write("\n")
+  return text
 
 
 def _write_lines(
-  prompts: Mapping[GenerationRequest, str], completions: Iterable[CompletionText]
+  prompts: Mapping[GenerationRequest, Prompt], completions: Iterable[CompletionText]
 ) -> None:
   """Write a JSON line per prompt in order, each as soon as all before it are finished."""
   texts = dict.fromkeys(prompts, "")
@@ -244,8 +230,7 @@ def _write_lines(
       finish_reasons[request] = finish_reason
     while waiting and waiting[0] in finish_reasons:
       finished = waiting.popleft()
-      row = {
-        "prompt": prompts[finished],
+      row = _as_json(prompts[finished]) | {
         "text": texts[finished],
         "finish_reason": finish_reasons[finished],
       }
@@ -253,6 +238,13 @@ def _write_lines(
       line = re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line)
       sys.stdout.write(f"{line}\n")
       sys.stdout.flush()
+
+
+def _as_json(prompt: Prompt) -> JsonObject:
+  """Return the keys of a prompt in JSON lines."""
+  if isinstance(prompt, Conversation):
+    return {"messages": [dict(message) for message in prompt.messages]}
+  return {"prompt": prompt}
 
 
 class CompletionsCallback(Callback):
@@ -274,7 +266,7 @@ class CompletionsCallback(Callback):
     texts = self._completer.complete(params)
     blocks: list[str] = []  # of Markdown code
     for prompt, text in zip(self._prompts, texts, strict=True):
-      self._file.write({"step": step, "prompt": prompt, "text": text})
+      self._file.write({"step": step, **_as_json(prompt), "text": text})
       blocks.append(textwrap.indent(f"{prompt}{text}", "    "))
     for tracker in self._trackers:
       tracker.write_text("completions", "\n\n".join(blocks), step)

@@ -119,8 +119,8 @@ def _logged_seconds(rows: Sequence[LoggedRow], step: int) -> dict[str, float]:
 
 
 def describe_goodput(row: LoggedRow) -> str:
-  """Format `Stopwatch.row` as one line, largest shares first."""
-  others = [kind for kind in KINDS if kind != STEP]
+  """Format `Stopwatch.row` as one line, largest shares first, without kinds that took no time."""
+  others = [kind for kind in KINDS if kind != STEP and row[_share(kind)] > 0]
   shares: list[str] = []
   for kind in sorted(others, key=lambda kind: -row[_share(kind)]):
     share = row[_share(kind)]

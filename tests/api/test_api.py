@@ -4,6 +4,7 @@ import contextlib
 import io
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -44,6 +45,7 @@ class Recorder(maxlite.Callback):
 
   def on_checkpoint(self, step, state):
     self.calls.append(("checkpoint", step, int(state.step)))
+    time.sleep(0.1)
     if step == self._fails_at:
       raise RuntimeError("the callback failed")
 
@@ -81,6 +83,11 @@ def test_callbacks_are_called_in_order(interrupted):
     if step % 2 == 0:
       expected.append(("checkpoint", step, step))
   assert interrupted[1].calls == [*expected, ("end", STEPS, "")]
+
+
+def test_callbacks_do_not_count_as_checkpoints(interrupted):
+  row = interrupted[2].rows[-1]  # after the checkpoints of steps 2, 4 and 6; that of 4 is resumed
+  assert row["callbacks_share"] * row["elapsed_seconds"] >= 0.2
 
 
 def test_metrics_are_arrays_of_the_rows(interrupted):

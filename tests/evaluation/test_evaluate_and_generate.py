@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,8 @@ from tiny_run import Output, keys_in, logged, shared_programs
 import maxlite
 import maxlite.evaluate
 from maxlite.config import load_config
-from maxlite.config.schema import GenerateConfig
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
-from maxlite.inference.generation import read_prompts, run_generation
+from maxlite.inference.generation import run_generation
 from maxlite.metrics import waits
 from maxlite.runs.evaluate_run import run_evaluation
 from maxlite.runs.saved_run import config_of_run, main_run_config
@@ -219,13 +220,51 @@ def test_prompt_files_are_validated_line_by_line(finished, capsys, tmp_path, mon
     ('{"prompt": "a"}\n\n{"text": "b"}', "prompts.jsonl:3: write"),
     ("[", "prompts.jsonl:1: not JSON"),
     ('{"prompt": 7}', "prompts.jsonl:1: write"),
+    ('{"prompt": "a", "messages": []}', "prompts.jsonl:1: write"),
+    ('{"messages": []}', "prompts.jsonl:1: messages must be a list"),
+    ('{"messages": [{"role": 1}]}', "prompts.jsonl:1: messages: the 1. must be"),
   ):
     file.write_text(content)
     assert message in generation_error(finished, capsys, "prompt_file=~/prompts.jsonl")
 
 
-def test_prompts_that_are_not_text_are_read_with_question_marks(tmp_path):
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = ["use_chat_template=true", f"chat_template_path={ROOT}/configs/chat/plain.jinja"]
+GREEDY = ["decode_sampling_temperature=0", "max_new_tokens=5", "max_target_length=128"]
+
+
+def chat(finished, capsys, monkeypatch, lines, *overrides):
+  """What `maxlite.generate` answers to the lines of a terminal."""
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text", "prompt="]
+  monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+  capsys.readouterr()
+  assert run_generation(config_of_run([*argv, *CHAT, *GREEDY, *overrides])) == 0
+  return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_chat_of_several_turns_continues_the_conversation(
+  finished, capsys, monkeypatch, tmp_path
+):
+  output = chat(finished, capsys, monkeypatch, ["hi", "", "and you?"])
+  first = chat(finished, capsys, monkeypatch, ["hi"]).removesuffix("\n")
+  assert output.startswith(f"{first}\n")
+  messages = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": first},
+    {"role": "user", "content": "and you?"},
+  ]
   file = tmp_path / "prompts.jsonl"
-  file.write_text('{"prompt": "\\ud800a"}')  # half of a surrogate pair
-  for keys in ({"prompt_file": str(file)}, {"prompt": "\udcffa"}):  # a byte that is not UTF-8
-    assert read_prompts(GenerateConfig(**keys)) == ["?a"]
+  lines = [json.dumps({"messages": messages[:1]}), json.dumps({"messages": messages})]
+  file.write_text("\n".join(lines))
+  rows = chat(finished, capsys, monkeypatch, [], f"prompt_file={file}").splitlines()
+  answers = [json.loads(row) for row in rows]
+  assert [answer["messages"] for answer in answers] == [messages[:1], messages]
+  assert output == "".join(f"{answer['text']}\n" for answer in answers)
+  one = chat(finished, capsys, monkeypatch, [], "prompt=hi")
+  assert one == f"{first}\n"  # without the prompt
+
+
+def test_a_chat_needs_a_template(finished, capsys):
+  line = generation_error(finished, capsys, "use_chat_template=true", "prompt=hi")
+  assert "set chat_template_path" in line

@@ -493,7 +493,10 @@ def test_a_server_whose_programs_cannot_be_compiled_ends(two_rows, monkeypatch):
     app = Api(engine_thread, Letters(), None, name="tiny", max_length=tiny.MAX_LENGTH)
     server = http_server.HttpServer(app.build_app(["*"]), engine_thread, log_level="error")
     with listen("127.0.0.1", 0) as listening:
-      server.run([listening])  # returns
+      serving = threading.Thread(target=server.run, args=([listening],), daemon=True)
+      serving.start()
+      serving.join(10)
+      assert not serving.is_alive()
   assert isinstance(engine_thread.compile_error, ZeroDivisionError)
 
 

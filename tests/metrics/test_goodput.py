@@ -127,3 +127,4 @@ def test_rows_without_times_are_ignored():
 def test_description_starts_with_goodput_then_largest_shares():
   line = describe_goodput(first_run()[-1])
   assert line.startswith("goodput 63.7% of 100 s; data 21.2%, startup 10.0%, compile 5.0%")
+  assert "callbacks" not in line  # took no time

@@ -96,5 +96,4 @@ def local_checkpoints(cfg: Config) -> Violations:
     yield Violation(["local_checkpoint_period", "checkpoint_period"], text)
 
 
-RUN_RULES = (run, start, held_out, local_checkpoints)
-RUN_RULES = (run, endpoint, held_out, local_checkpoints)
+RUN_RULES = (run, start, endpoint, held_out, local_checkpoints)

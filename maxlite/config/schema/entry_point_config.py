@@ -9,11 +9,20 @@ DEFAULT_NEW_TOKENS = 200  # the number that max_new_tokens=-1 stands for
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-  """Sampling in `maxlite.generate`."""
+  """Prompts and sampling in `maxlite.generate`."""
 
-  prompt: str = field("def ", "Prompt.")
+  prompt: str = field(
+    "def ",
+    "Prompt; empty with use_chat_template: a conversation, whose messages are read line by line "
+    "from the terminal.",
+  )
   prompt_file: str = machine_field(
-    "", 'Prompts as JSON lines {"prompt": "..."}, instead of `prompt`; prints JSON lines.'
+    "",
+    'Prompts as JSON lines {"prompt": "..."} or {"messages": [...]}, instead of `prompt`; prints '
+    "JSON lines.",
+  )
+  use_chat_template: bool = field(
+    False, "A prompt is the message of a user, which the model answers by its chat template."
   )
   max_new_tokens: int = field(
     -1,

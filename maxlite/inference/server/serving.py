@@ -8,7 +8,8 @@ from maxlite.config import Config, UserError, exit_on_user_error
 from maxlite.config.errors import write_line
 from maxlite.data.sources.chat import open_chat
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.generation import build_engine, open_text_tokenizer
+from maxlite.inference.generation import build_engine
+from maxlite.inference.prompts import open_text_tokenizer
 from maxlite.inference.server.address import (
   API_KEY_VARIABLE,
   allowed_hosts,
