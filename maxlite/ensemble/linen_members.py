@@ -21,7 +21,13 @@ from maxlite.ensemble.member_program import (
   Seed,
   variables_of,
 )
-from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
+from maxlite.optim.labels import (
+  FROZEN,
+  Labels,
+  labels_of,
+  names_of,
+  partitioned,
+)
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_scalars, check_unreserved
 from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
@@ -168,7 +174,6 @@ class _ModuleFunctions:
   gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, PyTree], PyTree]
   labels: Labels  # by parameter, whether it is trained
-  frozen: frozenset[str]  # paths of the parameters that are not trained
 
   @classmethod
   def build(
@@ -191,9 +196,8 @@ class _ModuleFunctions:
     labels = None
     if member.train is not None:
       labels = labels_of(params, member.train)
-    frozen = frozenset(frozen_paths(labels))
     if base is not None:
-      _check_base(base, params, frozen, model)
+      _check_base(base, params, labels, model)
 
     def init_variables(seed: Seed, start_params: PyTree) -> dict[str, PyTree]:
       variables = init(jax.random.key(seed), batch)
@@ -212,7 +216,6 @@ class _ModuleFunctions:
       gradients=build_gradients(loss_function),
       predict=predict_one,
       labels=labels,
-      frozen=frozen,
     )
 
   def with_optimizer(self, tx: optax.GradientTransformation) -> MemberFunctions:
@@ -235,7 +238,7 @@ class _ModuleFunctions:
       phases=(parts,),
       step=join_parts(parts),
       predict=self.predict,
-      frozen=self.frozen,
+      labels=self.labels,
     )
 
 
@@ -252,32 +255,44 @@ def _report_divergence(parts: StepParts) -> Callable:
   return update
 
 
-def _check_base(base: PyTree, params: PyTree, frozen: frozenset[str], model: nn.Module) -> None:
+def _check_base(base: PyTree, params: PyTree, labels: Labels, model: nn.Module) -> None:
   """Raise UserError if `base` has a parameter that the model lacks, or lacks a frozen one."""
   name = type(model).__name__
-  given = flatten_dict(base, sep="/")
-  own = flatten_dict(params, sep="/")
-  for path, leaf in given.items():
-    if path not in own:
+  given = _by_names(base)
+  own = _by_names(params)
+  for names, leaf in given.items():
+    path = "/".join(names)
+    if names not in own:
       raise UserError(f"base has {path}, which the model {name} does not have: leave it out")
-    if jnp.shape(leaf) != own[path].shape:
+    if jnp.shape(leaf) != own[names].shape:
       raise UserError(
         f"{path} of base has shape {jnp.shape(leaf)}, and that of the model {name} "
-        f"{own[path].shape}: give the parameters of this model"
+        f"{own[names].shape}: give the parameters of this model"
       )
-  missing = sorted(frozen - given.keys())
-  if missing:
-    raise UserError(f"base lacks {missing[0]}, which is frozen: give it, or train it")
+  for names, label in _by_names(labels).items():
+    if label == FROZEN and names not in given:
+      raise UserError(f"base lacks {'/'.join(names)}, which is frozen: give it, or train it")
+
+
+def _by_names(tree: PyTree) -> dict[tuple[str, ...], PyTree]:
+  """The leaves of a tree by the names in their paths."""
+  return {names_of(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _replace_params(drawn: PyTree, given: PyTree) -> PyTree:
   """`drawn`, which may have logical names, with the parameters of `given` in their places."""
-  flat = flatten_dict(drawn)
-  for path, leaf in flatten_dict(given).items():
-    own = flat[path]
-    dtype = meta.unbox(own).dtype
-    flat[path] = meta.replace_boxed(own, jnp.asarray(leaf, dtype))
-  return unflatten_dict(flat)
+  given_by_names = _by_names(given)
+
+  def replace(key_path: tuple, own: PyTree) -> PyTree:
+    leaf = given_by_names.get(names_of(key_path))
+    if leaf is None:
+      return own
+    return meta.replace_boxed(own, jnp.asarray(leaf, meta.unbox(own).dtype))
+
+  def is_box(node: PyTree) -> bool:
+    return isinstance(node, meta.AxisMetadata)
+
+  return jax.tree.map_with_path(replace, drawn, is_leaf=is_box)
 
 
 def _sown_variables(
