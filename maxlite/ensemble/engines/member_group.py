@@ -44,8 +44,8 @@ Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]
 class GroupState(struct.PyTreeNode):
   """The states of Z members; in `members`, every leaf has a first axis of Z."""
 
-  # The members' states, with `optax.MaskedNode()` in place of the parameters in `shared`. If the members' optimizers are different
-  # functions, the optimizer state is a tuple of one per member.
+  # The members' states, with `optax.MaskedNode()` in place of the parameters in `shared`. If the
+  # members' optimizers are different functions, the optimizer state is a tuple of one per member.
   members: TrainState
   # Frozen parameters that are equal in all members: the other part of `split`.
   shared: PyTree
