@@ -13,7 +13,7 @@ from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.member import Loss, Member, is_number
+from maxlite.ensemble.member import HyperparameterError, Loss, Member, is_number
 from maxlite.ensemble.member_program import (
   MemberFunctions,
   MemberProgram,
@@ -29,13 +29,18 @@ from maxlite.optim.labels import (
   partitioned,
 )
 from maxlite.sharding.pytree import PyTree
-from maxlite.step.api_checks import check_scalars, check_unreserved
+from maxlite.step.api_checks import check_scalars, check_unreserved, explain_collections
 from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import TrainState, init_state
 from maxlite.step.train_step import SkipRule, StepParts, build_step_parts, join_parts
 
 _STEP_METRICS = ("diverged", "skipped", "skipped_in_a_row")
 _FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
+_BOUND = "call the module that it is given, model(...), which keeps {name}, and not its apply"
+_FIXED = (
+  "predict reads {name} only, so give a predict that does not update it, such as "
+  "lambda model, inputs: model(inputs, train=False)"
+)
 # A member is frozen from the first loss that is not finite. Its optimizer state is not used any
 # more; to select it, or to compute the gradient norm, would cost a small member a third of a step.
 _FREEZE_DIVERGED = SkipRule(grad_norm=False, keep_opt_state=False, freeze_after=1)
@@ -122,6 +127,7 @@ class _Builder:
     values = sorted(member.numbers.items())
     key = (module_key, _update_key(member), repr(values), stored)
     if key not in self._functions:
+      _check_stored(member, stored, self._modules[module_key].params)
       tx = _optimizer_with_stored(member, stored)
       self._functions[key] = self._modules[module_key].with_optimizer(tx)
     return self._functions[key]
@@ -153,6 +159,40 @@ def _optimizer_with_stored(member: Member, stored: frozenset[str]) -> optax.Grad
   return inject(**member.hyperparameters)
 
 
+def _check_stored(member: Member, stored: frozenset[str], params: PyTree) -> None:
+  """Raise HyperparameterError if the optimizer needs one of the numbers as a Python number.
+
+  Args:
+    stored: the names of the numbers that differ between members, which are arrays in the state.
+    params: shapes of the parameters.
+  """
+
+  def update(numbers: Mapping[str, jax.Array], params: PyTree) -> PyTree:
+    tx = member.build_optimizer(**numbers)
+    return tx.update(params, tx.init(params), params)
+
+  def takes(*names: str) -> bool:
+    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in names}
+    try:
+      jax.eval_shape(update, numbers, params)
+    except Exception:  # of any kind: the optimizer is the user's
+      return False
+    return True
+
+  if takes(*stored) or not takes():  # an optimizer that fails anyway is reported where it is used
+    return
+  refused = [name for name in sorted(stored) if not takes(name)] or sorted(stored)
+  others = sorted(name for name in member.numbers if takes(name))
+  function = getattr(member.optimizer, "__name__", type(member.optimizer).__name__)
+  allowed = f" ({', '.join(others)} can)" if others else ""
+  raise HyperparameterError(
+    f"{', '.join(refused)} cannot differ between members as hyperparameters: {function} needs a "
+    f"Python number there (a period, a length, a condition), and they are arrays of one "
+    f"program{allowed}; give every member a transformation, optimizer={function}(...), or take "
+    "strategy submesh"
+  )
+
+
 def _update_key(member: Member) -> Hashable:
   """Equal for members whose optimizers are one function of numbers."""
   if isinstance(member.optimizer, optax.GradientTransformation):
@@ -173,6 +213,7 @@ class _ModuleFunctions:
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
   gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, PyTree], PyTree]
+  params: PyTree  # shapes and dtypes
   labels: Labels  # by parameter, whether it is trained
 
   @classmethod
@@ -187,7 +228,8 @@ class _ModuleFunctions:
     """Raise UserError if the model has no parameters, or `base` and `train` do not fit it."""
     model = member.model
     init = nn.init(loss, model)
-    variables = jax.eval_shape(init, jax.random.key(0), batch)
+    with explain_collections(_place(model), _BOUND):
+      variables = jax.eval_shape(init, jax.random.key(0), batch)
     if "params" not in variables:
       raise UserError(f"the model {type(model).__name__} has no parameters to train: leave it out")
     mutable = tuple(name for name in variables if name != "params")
@@ -208,13 +250,15 @@ class _ModuleFunctions:
 
     def predict_one(state: TrainState, inputs: PyTree) -> PyTree:
       apply = nn.apply(predict, model)
-      return apply(variables_of(state), inputs)
+      with explain_collections(f"predict of the model {type(model).__name__}", _FIXED):
+        return apply(variables_of(state), inputs)
 
     loss_function = _LinenLoss(model=model, loss=loss, mutable=mutable, sown=sown)
     return cls(
       init_variables=init_variables,
       gradients=build_gradients(loss_function),
       predict=predict_one,
+      params=params,
       labels=labels,
     )
 
@@ -362,6 +406,10 @@ def identity(value: object, modules: dict[Hashable, int] | None = None) -> Hasha
   return id(value)
 
 
+def _place(model: nn.Module) -> str:
+  return f"the loss of the model {type(model).__name__}"
+
+
 @dataclasses.dataclass(frozen=True)
 class _LinenLoss(LossFunction):
   """A loss of a bound Linen module."""
@@ -381,12 +429,13 @@ class _LinenLoss(LossFunction):
   ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
     run = nn.apply(self.loss, self.model, mutable=self.mutable)
     variables = {"params": params, **collections}
-    result, updated = run(variables, batch, rngs={"params": key})
+    place = _place(self.model)
+    with explain_collections(place, _BOUND):
+      result, updated = run(variables, batch, rngs={"params": key})
     loss = result
     metrics: Mapping[str, jax.Array] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
-    place = f"the model {type(self.model).__name__}"
     check_scalars({"loss": loss}, place)
     check_unreserved(metrics, _STEP_METRICS, place)
     return (loss, dict(metrics)), _without(updated, self.sown)
