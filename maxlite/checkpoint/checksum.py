@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxlite.config.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 # By the size of an element; one of 8 bytes is two of 4.
@@ -22,10 +23,18 @@ MAX_SIZE_ON_HOST = 2**16  # NumPy takes a millisecond, compiling a program for a
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, PyTree]:
-  """Return {name: leaf} of a pytree, with names such as `params/decoder/embedding`."""
-  leaves = {}
+  """Return {name: leaf} of a pytree, with names such as `params/decoder/embedding`.
+
+  Raises:
+    UserError: two leaves have one name, since a key that contains `/` reads like nested keys.
+  """
+  leaves: dict[str, PyTree] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if name in leaves:
+      raise UserError(
+        f"two arrays of the state are called {name}: rename the module of one of them"
+      )
     leaves[name] = leaf
   return leaves
 

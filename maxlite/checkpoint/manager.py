@@ -120,13 +120,22 @@ class Checkpoints:
     self.run_id = ""  # that of the run folder; empty: checkpoints of any run are read
     self.kept_step: Callable[[], int] = _no_step  # returns the step that is never deleted
 
+  def steps(self) -> list[int]:
+    """Return the steps that have a complete checkpoint, valid or not, ascending."""
+    steps = []
+    for name in self._names():
+      step = step_of(name)
+      if step is not None and self._is_complete(name):
+        steps.append(step)
+    return sorted(steps)
+
   def latest_step(self) -> int | None:
     """Return the latest step that has a checkpoint, valid or not."""
-    return max(self._steps(), default=None)
+    return max(self.steps(), default=None)
 
   def saved_run_id(self) -> str:
     """Return the id of the run that wrote the latest checkpoint; empty if unknown."""
-    steps = self._steps()
+    steps = self.steps()
     self._require_shared(steps)
     if not steps:
       return ""
@@ -162,7 +171,7 @@ class Checkpoints:
       }
     )
     self.wait()
-    if step in self._steps() and self._is_saved(step, manifest):
+    if step in self.steps() and self._is_saved(step, manifest):
       return
     save_args = jax.tree.map(build_save_args, state)
     items = ocp.args.Composite(
@@ -213,7 +222,7 @@ class Checkpoints:
     Raises:
       UserError: all checkpoints are damaged, or the latest valid one is of another model.
     """
-    steps = self._steps()
+    steps = self.steps()
     if last_step is not None:
       steps = [step for step in steps if step <= last_step]
     found = self._restore_latest_valid(abstract_state, "", steps[::-1])
@@ -222,7 +231,7 @@ class Checkpoints:
       last_step = found.step
     later_steps = []
     if last_step is not None:
-      later_steps = [step for step in self._steps() if step > last_step]
+      later_steps = [step for step in self.steps() if step > last_step]
     self._move_aside(later_steps)
     return found
 
@@ -242,7 +251,7 @@ class Checkpoints:
       UserError: there are no checkpoints, all are damaged, or a part is of another model.
     """
     if step is None:
-      steps = self._steps()[::-1]
+      steps = self.steps()[::-1]
     else:
       steps = [step]
     found = self._restore_latest_valid(
@@ -484,15 +493,6 @@ class Checkpoints:
           "run_name"
         )
     return True
-
-  def _steps(self) -> list[int]:
-    """Return the steps that have a complete checkpoint, valid or not, ascending."""
-    steps = []
-    for name in self._names():
-      step = step_of(name)
-      if step is not None and self._is_complete(name):
-        steps.append(step)
-    return sorted(steps)
 
   def _names(self) -> list[str]:
     return list_folder(self._directory)

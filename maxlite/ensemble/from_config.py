@@ -27,6 +27,7 @@ from maxlite.ensemble.member_program import (
 from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.optim.build import number_names, numbers_of
+from maxlite.optim.labels import TRAIN, Labels, names_of
 from maxlite.optim.schedules import with_schedule_steps
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.sharding.pytree import PyTree
@@ -282,7 +283,7 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
     step=trainer.build_step(freeze_diverged=True),
     predict=predict,
     evaluate=evaluate,
-    frozen=_frozen_paths(trainer),
+    labels=_shareable_labels(trainer),
     schedule=schedule,
     sharder=trainer.sharder,
     shardings=shardings,
@@ -296,14 +297,18 @@ def _phase_parts(trainer: Trainer, index: int) -> StepParts:
   return parts._replace(update=trainer.wrap_step(parts.update, index))
 
 
-def _frozen_paths(trainer: Trainer) -> frozenset[str]:
-  """Paths of the parameters that no phase trains and that members with one base share."""
+def _shareable_labels(trainer: Trainer) -> Labels:
+  """Labels as frozen what no phase trains and members with one base share."""
   plan = phase_plan_of(trainer)
   if plan is None:
-    return frozenset()
-  paths = plan.untrained_paths
-  if trainer.cfg.checkpoint.load_parameters_path:
-    # The folder may lack them; then they are drawn, by each member with its seed.
-    optional = set(OPTIONAL_MODULES)
-    paths = [path for path in paths if optional.isdisjoint(path.split("/"))]
-  return frozenset(paths)
+    return None
+  if not trainer.cfg.checkpoint.load_parameters_path:
+    return plan.trained
+
+  def label(key_path: tuple, of_phases: str) -> str:
+    # The folder may lack these modules; then they are drawn, by each member with its seed.
+    if not set(OPTIONAL_MODULES).isdisjoint(names_of(key_path)):
+      return TRAIN
+    return of_phases
+
+  return jax.tree.map_with_path(label, plan.trained)

@@ -46,7 +46,7 @@ class _LiftedModule(nn.Module):
     if self.is_initializing():
       for collection, variables in dict(self.variables).items():
         for name, value in variables.items():
-          if isinstance(value, tuple):  # sown, which is of one call
+          if collection != "params" and isinstance(value, tuple):  # sown, which is of one call
             continue
           named = jax.tree.map(_with_names, value, is_leaf=_has_names)
           self.put_variable(collection, name, named)

@@ -13,7 +13,7 @@ from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.config.errors import UserError
-from maxlite.ensemble.member import Loss, Member, is_number
+from maxlite.ensemble.member import HyperparameterError, Loss, Member, is_number
 from maxlite.ensemble.member_program import (
   MemberFunctions,
   MemberProgram,
@@ -21,15 +21,26 @@ from maxlite.ensemble.member_program import (
   Seed,
   variables_of,
 )
-from maxlite.optim.labels import Labels, frozen_paths, labels_of, partitioned
+from maxlite.optim.labels import (
+  FROZEN,
+  Labels,
+  labels_of,
+  names_of,
+  partitioned,
+)
 from maxlite.sharding.pytree import PyTree
-from maxlite.step.api_checks import check_scalars, check_unreserved
+from maxlite.step.api_checks import check_scalars, check_unreserved, explain_collections
 from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import TrainState, init_state
 from maxlite.step.train_step import SkipRule, StepParts, build_step_parts, join_parts
 
 _STEP_METRICS = ("diverged", "skipped", "skipped_in_a_row")
 _FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
+_BOUND = "call the module that it is given, model(...), which keeps {name}, and not its apply"
+_FIXED = (
+  "predict reads {name} only, so give a predict that does not update it, such as "
+  "lambda model, inputs: model(inputs, train=False)"
+)
 # A member is frozen from the first loss that is not finite. Its optimizer state is not used any
 # more; to select it, or to compute the gradient norm, would cost a small member a third of a step.
 _FREEZE_DIVERGED = SkipRule(grad_norm=False, keep_opt_state=False, freeze_after=1)
@@ -116,6 +127,7 @@ class _Builder:
     values = sorted(member.numbers.items())
     key = (module_key, _update_key(member), repr(values), stored)
     if key not in self._functions:
+      _check_stored(member, stored, self._modules[module_key].params)
       tx = _optimizer_with_stored(member, stored)
       self._functions[key] = self._modules[module_key].with_optimizer(tx)
     return self._functions[key]
@@ -147,6 +159,40 @@ def _optimizer_with_stored(member: Member, stored: frozenset[str]) -> optax.Grad
   return inject(**member.hyperparameters)
 
 
+def _check_stored(member: Member, stored: frozenset[str], params: PyTree) -> None:
+  """Raise HyperparameterError if the optimizer needs one of the numbers as a Python number.
+
+  Args:
+    stored: the names of the numbers that differ between members, which are arrays in the state.
+    params: shapes of the parameters.
+  """
+
+  def update(numbers: Mapping[str, jax.Array], params: PyTree) -> PyTree:
+    tx = member.build_optimizer(**numbers)
+    return tx.update(params, tx.init(params), params)
+
+  def takes(*names: str) -> bool:
+    numbers = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in names}
+    try:
+      jax.eval_shape(update, numbers, params)
+    except Exception:  # of any kind: the optimizer is the user's
+      return False
+    return True
+
+  if takes(*stored) or not takes():  # an optimizer that fails anyway is reported where it is used
+    return
+  refused = [name for name in sorted(stored) if not takes(name)] or sorted(stored)
+  others = sorted(name for name in member.numbers if takes(name))
+  function = getattr(member.optimizer, "__name__", type(member.optimizer).__name__)
+  allowed = f" ({', '.join(others)} can)" if others else ""
+  raise HyperparameterError(
+    f"{', '.join(refused)} cannot differ between members as hyperparameters: {function} needs a "
+    f"Python number there (a period, a length, a condition), and they are arrays of one "
+    f"program{allowed}; give every member a transformation, optimizer={function}(...), or take "
+    "strategy submesh"
+  )
+
+
 def _update_key(member: Member) -> Hashable:
   """Equal for members whose optimizers are one function of numbers."""
   if isinstance(member.optimizer, optax.GradientTransformation):
@@ -167,8 +213,8 @@ class _ModuleFunctions:
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
   gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, PyTree], PyTree]
+  params: PyTree  # shapes and dtypes
   labels: Labels  # by parameter, whether it is trained
-  frozen: frozenset[str]  # paths of the parameters that are not trained
 
   @classmethod
   def build(
@@ -182,7 +228,8 @@ class _ModuleFunctions:
     """Raise UserError if the model has no parameters, or `base` and `train` do not fit it."""
     model = member.model
     init = nn.init(loss, model)
-    variables = jax.eval_shape(init, jax.random.key(0), batch)
+    with explain_collections(_place(model), _BOUND):
+      variables = jax.eval_shape(init, jax.random.key(0), batch)
     if "params" not in variables:
       raise UserError(f"the model {type(model).__name__} has no parameters to train: leave it out")
     mutable = tuple(name for name in variables if name != "params")
@@ -191,9 +238,8 @@ class _ModuleFunctions:
     labels = None
     if member.train is not None:
       labels = labels_of(params, member.train)
-    frozen = frozenset(frozen_paths(labels))
     if base is not None:
-      _check_base(base, params, frozen, model)
+      _check_base(base, params, labels, model)
 
     def init_variables(seed: Seed, start_params: PyTree) -> dict[str, PyTree]:
       variables = init(jax.random.key(seed), batch)
@@ -204,15 +250,16 @@ class _ModuleFunctions:
 
     def predict_one(state: TrainState, inputs: PyTree) -> PyTree:
       apply = nn.apply(predict, model)
-      return apply(variables_of(state), inputs)
+      with explain_collections(f"predict of the model {type(model).__name__}", _FIXED):
+        return apply(variables_of(state), inputs)
 
     loss_function = _LinenLoss(model=model, loss=loss, mutable=mutable, sown=sown)
     return cls(
       init_variables=init_variables,
       gradients=build_gradients(loss_function),
       predict=predict_one,
+      params=params,
       labels=labels,
-      frozen=frozen,
     )
 
   def with_optimizer(self, tx: optax.GradientTransformation) -> MemberFunctions:
@@ -235,7 +282,7 @@ class _ModuleFunctions:
       phases=(parts,),
       step=join_parts(parts),
       predict=self.predict,
-      frozen=self.frozen,
+      labels=self.labels,
     )
 
 
@@ -252,32 +299,44 @@ def _report_divergence(parts: StepParts) -> Callable:
   return update
 
 
-def _check_base(base: PyTree, params: PyTree, frozen: frozenset[str], model: nn.Module) -> None:
+def _check_base(base: PyTree, params: PyTree, labels: Labels, model: nn.Module) -> None:
   """Raise UserError if `base` has a parameter that the model lacks, or lacks a frozen one."""
   name = type(model).__name__
-  given = flatten_dict(base, sep="/")
-  own = flatten_dict(params, sep="/")
-  for path, leaf in given.items():
-    if path not in own:
+  given = _by_names(base)
+  own = _by_names(params)
+  for names, leaf in given.items():
+    path = "/".join(names)
+    if names not in own:
       raise UserError(f"base has {path}, which the model {name} does not have: leave it out")
-    if jnp.shape(leaf) != own[path].shape:
+    if jnp.shape(leaf) != own[names].shape:
       raise UserError(
         f"{path} of base has shape {jnp.shape(leaf)}, and that of the model {name} "
-        f"{own[path].shape}: give the parameters of this model"
+        f"{own[names].shape}: give the parameters of this model"
       )
-  missing = sorted(frozen - given.keys())
-  if missing:
-    raise UserError(f"base lacks {missing[0]}, which is frozen: give it, or train it")
+  for names, label in _by_names(labels).items():
+    if label == FROZEN and names not in given:
+      raise UserError(f"base lacks {'/'.join(names)}, which is frozen: give it, or train it")
+
+
+def _by_names(tree: PyTree) -> dict[tuple[str, ...], PyTree]:
+  """The leaves of a tree by the names in their paths."""
+  return {names_of(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _replace_params(drawn: PyTree, given: PyTree) -> PyTree:
   """`drawn`, which may have logical names, with the parameters of `given` in their places."""
-  flat = flatten_dict(drawn)
-  for path, leaf in flatten_dict(given).items():
-    own = flat[path]
-    dtype = meta.unbox(own).dtype
-    flat[path] = meta.replace_boxed(own, jnp.asarray(leaf, dtype))
-  return unflatten_dict(flat)
+  given_by_names = _by_names(given)
+
+  def replace(key_path: tuple, own: PyTree) -> PyTree:
+    leaf = given_by_names.get(names_of(key_path))
+    if leaf is None:
+      return own
+    return meta.replace_boxed(own, jnp.asarray(leaf, meta.unbox(own).dtype))
+
+  def is_box(node: PyTree) -> bool:
+    return isinstance(node, meta.AxisMetadata)
+
+  return jax.tree.map_with_path(replace, drawn, is_leaf=is_box)
 
 
 def _sown_variables(
@@ -347,6 +406,10 @@ def identity(value: object, modules: dict[Hashable, int] | None = None) -> Hasha
   return id(value)
 
 
+def _place(model: nn.Module) -> str:
+  return f"the loss of the model {type(model).__name__}"
+
+
 @dataclasses.dataclass(frozen=True)
 class _LinenLoss(LossFunction):
   """A loss of a bound Linen module."""
@@ -366,12 +429,13 @@ class _LinenLoss(LossFunction):
   ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
     run = nn.apply(self.loss, self.model, mutable=self.mutable)
     variables = {"params": params, **collections}
-    result, updated = run(variables, batch, rngs={"params": key})
+    place = _place(self.model)
+    with explain_collections(place, _BOUND):
+      result, updated = run(variables, batch, rngs={"params": key})
     loss = result
     metrics: Mapping[str, jax.Array] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
-    place = f"the model {type(self.model).__name__}"
     check_scalars({"loss": loss}, place)
     check_unreserved(metrics, _STEP_METRICS, place)
     return (loss, dict(metrics)), _without(updated, self.sown)

@@ -7,15 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypedDict, TypeGuard
 
 import flax.linen as nn
+import jax
 import optax
 
 from maxlite.config.errors import UserError
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.api_checks import as_optimizer
 
 # (bound module, batch) -> scalar or (scalar, {name: scalar})
 Loss = Callable[[nn.Module, PyTree], PyTree]
 OptimizerFunction = Callable[..., optax.GradientTransformation]
 Optimizer: TypeAlias = optax.GradientTransformation | OptimizerFunction
+
+
+class HyperparameterError(UserError):
+  """Error for hyperparameters that differ between members and cannot be arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +75,15 @@ class Member:
     except (TypeError, ValueError) as error:
       first_line = str(error).partition("\n")[0]
       raise UserError(f"hyperparameters of a Member: {name}(...) fails: {first_line}") from error
-    if not isinstance(built, optax.GradientTransformation):
+    if not isinstance(built, optax.GradientTransformation | optax.MultiSteps):
       raise UserError(f"optimizer={name} of a Member returns no GradientTransformation")
 
-  def build_optimizer(self) -> optax.GradientTransformation:
-    """The transformation with the member's hyperparameters."""
+  def build_optimizer(self, **replaced: jax.Array) -> optax.GradientTransformation:
+    """The transformation with the member's hyperparameters, of which some may be replaced."""
     if isinstance(self.optimizer, optax.GradientTransformation):
       return self.optimizer
-    return self.optimizer(**self.hyperparameters)
+    built = self.optimizer(**{**self.hyperparameters, **replaced})
+    return as_optimizer(built, f"member {self.name}")
 
   @property
   def numbers(self) -> dict[str, float]:

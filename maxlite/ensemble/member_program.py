@@ -11,6 +11,7 @@ import numpy as np
 from flax.linen import meta
 from jax.sharding import NamedSharding
 
+from maxlite.optim.labels import Labels
 from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
@@ -45,8 +46,8 @@ class MemberFunctions:
   predict: Callable[[TrainState, PyTree], PyTree]
   # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`; None: there is none.
   evaluate: Callable[[TrainState, PyTree], PyTree] | None = None
-  # Paths of the parameters that no phase trains.
-  frozen: frozenset[str] = frozenset()
+  # The parameters that members with one base hold once are frozen; None: there are none.
+  labels: Labels = None
   # The schedule of phases; None: the member has none.
   schedule: PhaseSchedule | None = None
   # The sharder of a module that has a mesh.

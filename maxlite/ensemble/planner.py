@@ -17,6 +17,7 @@ from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.grouping import NotAlikeError
+from maxlite.ensemble.member import HyperparameterError
 from maxlite.metrics.writers import SafeConsole
 
 
@@ -152,6 +153,8 @@ def choose(
     try:
       engines[name] = ENSEMBLE_STRATEGIES[name](request)
       estimates[name] = estimate(name, engines[name], request)
+    except HyperparameterError:  # the user is to choose between two forms of other speeds
+      raise
     except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
       estimates[name] = StrategyEstimate(name, why_not=_on_one_line(error))
   while True:

@@ -26,17 +26,17 @@ WIDTHS = ("embed", "embed_no_exp", "q_lora", "kv_lora")  # of which a hidden mat
 
 
 def path_of(key_path: tuple) -> str:
-  """Parameter path as written in regexes and error messages: `layers/attention/query/kernel`."""
-  return "/".join(_key_name(key) for key in key_path)
+  """Parameter path as written in regexes and messages: `layers/attention/query/kernel`.
+
+  Only for regexes and messages: a name may itself contain `/`, as those of `nn.WeightNorm` do. Code
+  that takes a path apart uses `names_of`.
+  """
+  return "/".join(names_of(key_path))
 
 
-def _key_name(key: object) -> str:
-  """One key of a path: the name of a module or a field, or `[0]` of a list."""
-  if isinstance(key, jax.tree_util.GetAttrKey):
-    return key.name
-  if isinstance(key, jax.tree_util.DictKey | jax.tree_util.FlattenedIndexKey):
-    return str(key.key)
-  return str(key)
+def names_of(key_path: tuple) -> tuple[str, ...]:
+  """The keys of a path: names of modules and of fields, and numbers in lists."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
 
 
 def paths_in(tree: PyTree) -> list[str]:
@@ -154,7 +154,8 @@ def partitioned(tx: optax.GradientTransformation, labels: Labels) -> optax.Gradi
   """
   if labels is None:
     return tx
-  return optax.partition({TRAIN: tx, FROZEN: optax.set_to_zero()}, labels)
+  # As a function: optax would call labels of a module that can be called, such as Equinox's.
+  return optax.partition({TRAIN: tx, FROZEN: optax.set_to_zero()}, lambda _: labels)
 
 
 def decay_mask(params: PyTree) -> PyTree:

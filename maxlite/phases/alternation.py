@@ -26,6 +26,7 @@ from maxlite.optim.labels import (
   frozen_paths,
   labels_by_phase,
   partitioned,
+  path_of,
   paths_in,
   split,
   state_names,
@@ -148,6 +149,7 @@ class Alternation:
 
     The state is on the mesh of `params`; an optimizer's slots are sharded like their parameters.
     """
+    _check_arrays(params)
     shapes = jax.eval_shape(self._init, params, collections, jnp.uint32(0))
     specs = state_names(shapes, params, jax.tree.map(_spec, params))
     specs = specs.replace(collections=jax.tree.map(_spec, collections))
@@ -221,10 +223,9 @@ class Alternation:
 
   def _labels_of(self, params: PyTree) -> dict[str, Labels]:
     labels = labels_by_phase(params, {phase.name: phase.train for phase in self.phases})
-    leaves = dict(zip(paths_in(params), jax.tree.leaves(params), strict=True))
     for phase in self.phases:
       if phase.update is None:
-        trained = {path: leaves[path] for path in trained_paths(labels[phase.name])}
+        trained, _ = split(params, labels[phase.name])
         _check_differentiable(phase.name, trained)
     return labels
 
@@ -317,12 +318,22 @@ def _check_state(state: object) -> None:
   check_not_donated(state)
 
 
-def _check_differentiable(phase: str, trained: Mapping[str, PyTree]) -> None:
-  for path, leaf in trained.items():
+def _check_arrays(params: PyTree) -> None:
+  for key_path, leaf in jax.tree.leaves_with_path(params):
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+      raise UserError(
+        f"{path_of(key_path)} of the parameters is a {type(leaf).__name__}, not an array: give the "
+        "arrays only, such as params, static = equinox.partition(model, equinox.is_array), and "
+        "combine both in the losses"
+      )
+
+
+def _check_differentiable(phase: str, trained: PyTree) -> None:
+  for key_path, leaf in jax.tree.leaves_with_path(trained):
     if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
       raise UserError(
-        f"phase {phase} trains {path}, which is {jax.typeof(leaf).str_short()} and has no "
-        "gradient: leave it out of its regexes"
+        f"phase {phase} trains {path_of(key_path)}, which is {jax.typeof(leaf).str_short()} and "
+        "has no gradient: leave it out of its regexes"
       )
 
 

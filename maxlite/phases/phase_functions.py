@@ -12,10 +12,14 @@ from maxlite.config.errors import UserError
 from maxlite.optim.labels import paths_in
 from maxlite.phases.phase import Phase
 from maxlite.sharding.pytree import PyTree, same_structure
-from maxlite.step.api_checks import check_scalars, check_unreserved
+from maxlite.step.api_checks import check_scalars, check_unreserved, explain_collections
 from maxlite.step.gradients import LossFunction
 
 _STEP_METRICS = ("phase", "grad_norm", "skipped", "skipped_in_a_row", "zero_gradients")
+_COLLECTIONS = (
+  "give it to init(params, {{{name!r}: ...}}), take the argument collections, and write "
+  "model.apply({{'params': params, **collections}}, ..., mutable=[{name!r}])"
+)
 
 
 class Returned(NamedTuple):
@@ -77,7 +81,8 @@ def _call_loss(
   place = f"the loss of phase {phase.name}"
   given = _extra_arguments(phase.loss, key, collections, place)
   try:
-    result = phase.loss(params, batch, **given)
+    with explain_collections(place, _COLLECTIONS):
+      result = phase.loss(params, batch, **given)
   except Exception as error:
     if not isinstance(error, UserError) and _returns_scalar(phase.loss, batch, params, given):
       raise UserError(
@@ -105,7 +110,8 @@ def call_update(
   assert phase.update is not None
   place = f"the update of phase {phase.name}"
   given = _extra_arguments(phase.update, key, collections, place)
-  result = phase.update(params, batch, **given)
+  with explain_collections(place, _COLLECTIONS):
+    result = phase.update(params, batch, **given)
   # Parameters may be a tuple too.
   is_params = same_structure(result, params)
   parts = (result,)

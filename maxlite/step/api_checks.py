@@ -1,8 +1,11 @@
 """Checks of what the Python APIs are given: states, optimizers and the values of losses."""
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +45,30 @@ def as_optimizer(value: Any, place: str) -> optax.GradientTransformation:
     call = f"{name}(...)" if callable(value) else "optax.adam(1e-3)"
     raise UserError(f"{place} has optimizer={name}; give an optimizer, as {call}")
   return value
+
+
+@contextlib.contextmanager
+def explain_collections(place: str, remedy: str) -> Iterator[None]:
+  """Raise UserError where a Flax module changes or lacks a collection of variables.
+
+  Args:
+    place: the function that applies the module.
+    remedy: what to write instead, in which `{name}` stands for the collection.
+  """
+  try:
+    yield
+  except (flax.errors.ModifyScopeVariableError, flax.errors.ScopeCollectionNotFound) as error:
+    text = " ".join(str(error).split())
+    found = re.search(r'collection "([^"]+)"', text)
+    if found is None:
+      raise
+    name = found.group(1)
+    problem = f"reads the collection {name}, which it does not get"
+    if isinstance(error, flax.errors.ModifyScopeVariableError):
+      problem = f"changes the collection {name}, which is immutable there"
+    raise UserError(
+      f"{place} applies a module that {problem}: {remedy.format(name=name)}"
+    ) from error
 
 
 def check_scalars(values: Mapping[str, object], place: str) -> None:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.checkpoint import checksum
 from maxlite.checkpoint.checksum import chunk_checksum, tree_checksums, tree_hash
+from maxlite.config.errors import UserError
 
 SPECS = (P(), P("x"), P("y", "x"), P(None, ("x", "y")), P(("x", "y"), None))
 
@@ -102,3 +103,11 @@ def test_the_hash_depends_on_names_shapes_dtypes_and_bits():
   hashes = [tree_hash(tree) for tree in trees]
   assert len(set(hashes)) == len(trees)
   assert tree_hash({"a": jnp.zeros((2, 3))}) == hashes[0]
+
+
+def test_two_arrays_of_one_name_are_refused():
+  """One checksum would stand for both: a key may contain the separator of names."""
+  one = jnp.zeros(2)
+  assert list(tree_checksums({"a": {"b/c": one}, "a/b": {"d": one}})) == ["a/b/c", "a/b/d"]
+  with pytest.raises(UserError, match="two arrays of the state are called a/b/c"):
+    tree_checksums({"a": {"b/c": one}, "a/b": {"c": one}})

@@ -423,3 +423,78 @@ def test_the_first_lines_of_the_pages_run(page, tmp_path):
   assert names["metrics"]["loss"].shape == (4,)
   numbers = [member.numbers for member in names["members_of_rates"]]
   assert numbers == [{"learning_rate": 1e-3}, {"learning_rate": 1e-2}]
+
+
+def with_period(learning_rate, period):
+  return optax.MultiSteps(optax.sgd(learning_rate), period)
+
+
+def with_length(learning_rate, length):
+  return optax.sgd(optax.cosine_decay_schedule(learning_rate, length))
+
+
+def with_staircase(learning_rate, staircase):
+  schedule = optax.exponential_decay(learning_rate, 10, 0.5, staircase=staircase)
+  return optax.sgd(schedule)
+
+
+def with_condition(learning_rate, threshold):
+  return optax.sgd(learning_rate if threshold > 1 else 0.1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stacked", "fused", "padded"])
+@pytest.mark.parametrize(
+  ("optimizer", "name"),
+  [
+    (with_period, "period"),
+    (with_length, "length"),
+    (with_staircase, "staircase"),
+    (with_condition, "threshold"),
+  ],
+)
+def test_numbers_that_cannot_be_arrays_are_named_before_compiling(optimizer, name, strategy):
+  members = [
+    Member(Mlp(), optimizer, hyperparameters={"learning_rate": 0.1 * value, name: value})
+    for value in (1, 2)
+  ]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  message = rf"{name} cannot differ between members .*\(learning_rate can\); give"
+  with compilations() as compiled, jax.numpy_dtype_promotion("standard"):  # as optax needs
+    with pytest.raises(UserError, match=message):
+      ensemble.init(BATCH)
+  assert not compiled
+
+
+@pytest.mark.parametrize("strategy", ["stacked", slow("submesh")])
+def test_a_multi_steps_of_each_member_may_be_given(strategy):
+  members = [Member(Mlp(), with_period(0.1, period), seed=3) for period in (1, 2)]
+  if strategy == "submesh":
+    periods = [{"learning_rate": 0.1, "period": period} for period in (1, 2)]
+    members = [Member(Mlp(), with_period, seed=3, hyperparameters=each) for each in periods]
+  ensemble = Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:1])
+  state, _ = ensemble.step(ensemble.init(BATCH), BATCH)
+  states = ensemble.member_states(state)
+  drawn = nn.init(loss, Mlp())(jax.random.key(3), BATCH)["params"]
+  assert largest_error(states["m1"].params, drawn) == 0  # its first update is at step 2
+  assert largest_error(states["m0"].params, drawn) > 0
+
+
+class Counting(nn.Module):
+  """It counts its calls in the collection `counts`."""
+
+  @nn.compact
+  def __call__(self, x_BD):
+    count = self.variable("counts", "calls", lambda: jnp.zeros(()))
+    count.value += 1
+    return nn.Dense(1)(x_BD)
+
+
+def test_a_collection_that_may_not_change_is_named():
+  def loss_by_apply(model, batch):
+    model(batch)
+    return jnp.mean(Counting().apply(model.variables, batch))
+
+  ensemble = Ensemble([Member(Counting(), optax.sgd(0.1))], loss_by_apply)
+  with pytest.raises(UserError, match="changes the collection counts, which is immutable") as error:
+    ensemble.init(BATCH)
+  assert "\n" not in str(error.value)

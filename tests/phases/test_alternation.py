@@ -17,11 +17,13 @@ from alternation_cases import (
   assert_same,
   batches,
   fit_loss,
+  layer,
   make_params,
   match_loss,
   own_state,
   take,
 )
+from flax import struct
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from tiny import compilations
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
+from maxlite.config.errors import UserError
 from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
@@ -390,3 +393,44 @@ def test_the_scripts_of_the_documentation_run(script, arguments, says, monkeypat
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     runpy.run_path(str(DOCS / "examples" / script), run_name="__main__")
   assert says in capsys.readouterr().out
+
+
+class CallableModel(struct.PyTreeNode):
+  """A model that is its own tree of parameters, as in Equinox."""
+
+  layers: list[dict[str, jax.Array]]
+
+  def __call__(self, x_BD):
+    for params in self.layers:
+      x_BD = layer(params, x_BD)
+    return x_BD
+
+
+def test_the_parameters_may_be_a_model_that_can_be_called():
+  params = make_params()
+  model = CallableModel([params["a"], params["b"]])
+
+  def loss(model, batch):
+    x_BD, y_BD = batch
+    return jnp.mean((model(x_BD) - y_BD) ** 2)
+
+  phases = [
+    Phase("first", ["layers/0/.*"], loss, optax.sgd(0.1), steps=1),
+    Phase("second", ["layers/1/kernel"], loss, optax.sgd(0.1), steps=1),
+  ]
+  alternation = Alternation(phases, ema_decay=0.9)
+  assert alternation.untrained(model) == ["layers/1/bias"]
+  (batch,) = batches(1)
+  state, _ = alternation.step(alternation.init(model), batch)
+  gradient = jax.grad(loss)(model, batch).layers[0]["kernel"]
+  first, second = state.params.layers
+  np.testing.assert_allclose(first["kernel"], params["a"]["kernel"] - 0.1 * gradient, rtol=1e-6)
+  assert_same(second, params["b"])
+  assert type(alternation.ema_params(state)) is CallableModel
+
+
+def test_leaves_that_are_no_arrays_are_refused():
+  params = {"kernel": np.ones(2, np.float32), "activation": jnp.tanh}
+  alternation = Alternation([Phase("fit", ["kernel"], fit_loss, optax.sgd(0.1), steps=1)])
+  with pytest.raises(UserError, match=r"activation of the parameters is a .*, not an array"):
+    alternation.init(params)

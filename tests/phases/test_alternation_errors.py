@@ -1,5 +1,6 @@
 """Mistakes in the Python API of alternating training end in one line."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,3 +254,30 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_training():
 def test_no_phases():
   with pytest.raises(ValueError, match="there are no phases"):
     Alternation([])
+
+
+class Counting(nn.Module):
+  """It counts its calls in the collection `counts`."""
+
+  @nn.compact
+  def __call__(self, x_BD):
+    count = self.variable("counts", "calls", lambda: jnp.zeros(()))
+    count.value += 1
+    return nn.Dense(1)(x_BD)
+
+
+@pytest.mark.parametrize(
+  ("given", "problem"),
+  [(True, "changes the collection counts"), (False, "reads the collection counts")],
+)
+def test_collections_that_a_loss_does_not_pass_on_are_named(given, problem):
+  (batch,) = batches(1)
+  variables = Counting().init(jax.random.key(0), batch[0])
+  collections = {"counts": variables["counts"]} if given else {}
+
+  def loss(params, batch):
+    return jnp.mean(Counting().apply({"params": params, **collections}, batch[0]))
+
+  alternation = Alternation([Phase("fit", [".*"], loss, optax.sgd(0.1), steps=1)])
+  with pytest.raises(UserError, match=rf"phase fit .*{problem}, .*mutable=\['counts'\]"):
+    alternation.compile(alternation.init(variables["params"]), batch)

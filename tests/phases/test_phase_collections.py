@@ -12,6 +12,7 @@ from alternation_cases import ROWS, draw
 from slow_cases import slow
 
 from maxlite.phases import Alternation, Phase
+from maxlite.phases.module_collections import freeze_collections
 
 
 class Normed(nn.Module):
@@ -106,3 +107,13 @@ def test_collections_are_frozen_with_their_module_in_every_layout(layout, has_al
   for _ in range(4):
     state, _ = alternation.step(state, jnp.ones(()))
   assert jax.device_get(state.collections) == layout(3.0, 1.0)
+
+
+def test_collections_of_modules_are_found_by_whole_names():
+  """`a/b` is one name, of a module beside `a`, and `ab` is not in `a`."""
+  before = {"stats": {"a": {"b": {"x": 0}}, "a/b": {"x": 0}, "ab": {"x/y": 0}, "other": {"x": 0}}}
+  after = jax.tree.map(lambda _: 1, before)
+  labels = {"a": {"b": {"kernel": "frozen"}}, "a/b": {"kernel": "train"}}
+  labels["ab"] = {"kernel": "frozen"}
+  moved = freeze_collections(before, after, labels)["stats"]
+  assert moved == {"a": {"b": {"x": 0}}, "a/b": {"x": 1}, "ab": {"x/y": 0}, "other": {"x": 1}}

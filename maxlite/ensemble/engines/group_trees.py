@@ -1,39 +1,14 @@
-"""Parts of trees: parameters by path, and the entries of members along the first axis."""
+"""The entries of members along the first axis of trees, and their metrics."""
 
 from collections.abc import Container, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
 from maxlite.ensemble.engines.engine_base import Metrics, StackMetrics, stack_common
 from maxlite.sharding.pytree import PyTree
-
-
-def without_paths(params: PyTree, paths: frozenset[str]) -> PyTree:
-  """The parameters except those at `paths`."""
-  kept = {}
-  for path, leaf in flatten_dict(params, sep="/").items():
-    if path not in paths:
-      kept[path] = leaf
-  return unflatten_dict(kept, sep="/")
-
-
-def only_paths(params: PyTree, paths: frozenset[str]) -> PyTree:
-  """The parameters at `paths`."""
-  kept = {}
-  for path, leaf in flatten_dict(params, sep="/").items():
-    if path in paths:
-      kept[path] = leaf
-  return unflatten_dict(kept, sep="/")
-
-
-def merge_params(own: PyTree, shared: PyTree) -> PyTree:
-  """The tree with the parameters of both trees, which have no path in common."""
-  return unflatten_dict(flatten_dict(own) | flatten_dict(shared))
-
 
 Rows = int | list[int] | np.ndarray | jax.Array  # the number of an entry, or several numbers
 

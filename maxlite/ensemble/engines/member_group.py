@@ -19,19 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.linen import meta
-from flax.traverse_util import flatten_dict
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import Metrics, tree_bytes
 from maxlite.ensemble.engines.group_trees import (
-  merge_params,
-  only_paths,
   stack_rows,
   stacked_sharding,
   take_row,
-  without_paths,
 )
 from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed, variables_of
+from maxlite.optim.labels import Labels, merge, path_of, split
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_programs import switch_step
@@ -47,10 +44,10 @@ Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]
 class GroupState(struct.PyTreeNode):
   """The states of Z members; in `members`, every leaf has a first axis of Z."""
 
-  # The members' states without the parameters in `shared`. If the members' optimizers are different
-  # functions, the optimizer state is a tuple of one per member.
+  # The members' states, with `optax.MaskedNode()` in place of the parameters in `shared`. If the
+  # members' optimizers are different functions, the optimizer state is a tuple of one per member.
   members: TrainState
-  # Frozen parameters that are equal in all members.
+  # Frozen parameters that are equal in all members: the other part of `split`.
   shared: PyTree
 
   @property
@@ -62,28 +59,25 @@ class GroupState(struct.PyTreeNode):
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
-  # (parameters, other collections, batch, random key) -> GradientResult
-  gradients: Callable[..., GradientResult] | None
-  shared_paths: frozenset[str]  # paths of the parameters that the group holds once
+  # As in `MemberFunctions`, without the parameters that the group holds once.
+  init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]
+  # (own parameters, shared ones, other collections, batch, random key) -> GradientResult
+  gradients: Callable[..., GradientResult]
   has_collections: bool  # whether the module has others than `params`
 
   def create(self, seed: jax.Array, params: PyTree) -> None:
     """Create the variables; every one has logical names, so that the members' axis has one too."""
-    variables = self.init_variables(seed, params)
-    variables["params"] = without_paths(variables["params"], self.shared_paths)
-    for collection, values in variables.items():
+    for collection, values in self.init_variables(seed, params).items():
       for name, value in values.items():
         named = jax.tree.map(_with_names, value, is_leaf=_has_names)
         self.put_variable(collection, name, named)
 
   def __call__(self, shared: PyTree, batch: PyTree, key: jax.Array) -> GradientResult:
     """The gradients of the loss, for the variables of this module and the shared parameters."""
-    assert self.gradients is not None  # it is None for `create` only
     variables = dict(self.variables)
-    params = merge_params(variables.pop("params"), shared)
+    own = variables.pop("params")
     collections = variables if self.has_collections else None
-    return self.gradients(params, collections, batch, key)
+    return self.gradients(own, shared, collections, batch, key)
 
 
 def _has_names(leaf: PyTree) -> bool:
@@ -115,7 +109,8 @@ class MemberGroup:
     if self.has_one_optimizer:
       self._stored |= _names_of_differing_numbers(programs)
     self.functions = first.build(self._stored)
-    self.shared_paths = _shared_paths(programs, self.functions)
+    # Shared parameters are frozen.
+    self.labels = _labels_of(programs, self.functions)
     self._own_batches = own_batches
 
   @property
@@ -134,7 +129,7 @@ class MemberGroup:
   @property
   def bytes_saved(self) -> float:
     """The size of the copies of shared parameters that the group does not hold."""
-    shared = only_paths(self.functions.abstract_state.params, self.shared_paths)
+    _, shared = split(self.functions.abstract_state.params, self.labels)
     return tree_bytes(shared) * (len(self.programs) - 1)
 
   def boxed_variables(self, params: PyTree = None) -> dict[str, PyTree]:
@@ -146,7 +141,7 @@ class MemberGroup:
   def init(self, params: PyTree = None) -> GroupState:
     """The state before the first step; `params` replace those that are drawn."""
     drawn = self.functions.init_variables(self._seed_Z[0], params)
-    shared = only_paths(meta.unbox(drawn["params"]), self.shared_paths)
+    _, shared = split(meta.unbox(drawn["params"]), self.labels)
     variables_Z = meta.unbox(self.boxed_variables(params))
 
     def start(
@@ -155,7 +150,7 @@ class MemberGroup:
       seed: Seed,
     ) -> TrainState:
       whole = dict(variables)
-      whole["params"] = merge_params(variables["params"], shared)
+      whole["params"] = merge(variables["params"], shared)
       return self._without_shared(functions.start(whole, seed))
 
     start_all = jax.vmap(functools.partial(start, self.functions))
@@ -185,7 +180,7 @@ class MemberGroup:
     """The result of the members' forward and backward passes, stacked, in the phase `index`."""
     batch_axis = 0 if self._own_batches else None
     of_one = self.functions.phases[index].gradients
-    module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients=of_one)
+    module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients_of=of_one)
     key_Z = jax.vmap(step_key)(dataclasses.replace(state.members, opt_state=None))
     variables = variables_of(state.members)
     result = module.apply(variables, state.shared, batch, key_Z)
@@ -203,7 +198,7 @@ class MemberGroup:
 
   def stack(self, states: Sequence[TrainState]) -> GroupState:
     """The group's state from the states of solo runs."""
-    shared = only_paths(states[0].params, self.shared_paths)
+    _, shared = split(states[0].params, self.labels)
     own = [self._without_shared(state) for state in states]
     if self.has_one_optimizer:
       stored = []
@@ -217,21 +212,16 @@ class MemberGroup:
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
-    first = self._flat_shared(states[0])
+    _, first = split(states[0].params, self.labels)
     for program, state in zip(self.programs, states, strict=True):
-      others = self._flat_shared(state)
-      for path, leaf in first.items():
-        other = others[path]
+      _, shared = split(state.params, self.labels)
+      others = jax.tree.leaves(shared)
+      for (path, leaf), other in zip(jax.tree.leaves_with_path(first), others, strict=True):
         if leaf is not other and not _are_equal(leaf, other):
           raise UserError(
-            f"{path} is frozen and shared, but differs between {self.programs[0].name} and "
-            f"{program.name}: train them as separate runs, or from one load_parameters_path"
+            f"{path_of(path)} is frozen and shared, but differs between {self.programs[0].name} "
+            f"and {program.name}: train them as separate runs, or from one load_parameters_path"
           )
-
-  def _flat_shared(self, state: TrainState) -> dict[str, PyTree]:
-    """By path, the parameters of a solo state that the group holds once."""
-    shared = only_paths(state.params, self.shared_paths)
-    return flatten_dict(shared, sep="/")
 
   def held(self, state: GroupState) -> PyTree:
     """The parameters of which the group holds one copy for all members."""
@@ -266,22 +256,32 @@ class MemberGroup:
     if not self.has_one_optimizer:
       opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
       members = dataclasses.replace(members, opt_state=opt_states)
-    shared = only_paths(solo.params, self.shared_paths)
+    _, shared = split(solo.params, self.labels)
     return GroupState(members, shared)
 
   def _lift(
     self,
     method: str,
     in_axes: tuple[int | None, ...],
-    gradients: Callable[..., GradientResult] | None = None,
+    gradients_of: Callable[..., GradientResult] | None = None,
   ) -> nn.Module:
     """The module of all members: every variable has a first axis of Z.
 
     Args:
       method: the method that is lifted.
       in_axes: for each of its arguments, the axis of the members; None: they share it.
-      gradients: as in `MemberModule`.
+      gradients_of: the gradients of a phase, as in `StepParts`; not needed by `create`.
     """
+
+    def init_variables(seed: Seed, params: PyTree) -> dict[str, PyTree]:
+      variables = self.functions.init_variables(seed, params)
+      variables["params"], _ = split(variables["params"], self.labels)
+      return variables
+
+    def gradients(own: PyTree, shared: PyTree, *inputs: PyTree) -> GradientResult:
+      assert gradients_of is not None
+      return gradients_of(merge(own, shared), *inputs)
+
     lifted = nn.vmap(
       MemberModule,
       variable_axes={True: 0},
@@ -293,9 +293,8 @@ class MemberGroup:
       methods=[method],
     )
     return lifted(
-      init_variables=self.functions.init_variables,
+      init_variables=init_variables,
       gradients=gradients,
-      shared_paths=self.shared_paths,
       has_collections=self.functions.abstract_state.collections is not None,
     )
 
@@ -347,11 +346,11 @@ class MemberGroup:
     return dataclasses.replace(members, opt_state=opt_states), stack_rows(metrics)
 
   def _without_shared(self, state: TrainState) -> TrainState:
-    own_params = without_paths(state.params, self.shared_paths)
+    own_params, _ = split(state.params, self.labels)
     return dataclasses.replace(state, params=own_params)
 
   def _with_shared(self, state: TrainState, shared: PyTree) -> TrainState:
-    whole_params = merge_params(state.params, shared)
+    whole_params = merge(state.params, shared)
     return dataclasses.replace(state, params=whole_params)
 
   def _by_phase(self, function: Callable[[int, PyTree], PyTree], opt_state: PyTree) -> PyTree:
@@ -409,12 +408,12 @@ def _names_of_differing_numbers(programs: Sequence[MemberProgram]) -> frozenset[
   return frozenset(names)
 
 
-def _shared_paths(programs: Sequence[MemberProgram], functions: MemberFunctions) -> frozenset[str]:
-  """Paths of the frozen parameters that are equal in all members."""
+def _labels_of(programs: Sequence[MemberProgram], functions: MemberFunctions) -> Labels:
+  """Labels as frozen the parameters that are equal in all members."""
   bases = {program.base for program in programs}
   if len(bases) > 1 or None in bases:
-    return frozenset()
-  return functions.frozen
+    return None
+  return functions.labels
 
 
 def _are_equal(left: PyTree, right: PyTree) -> bool:

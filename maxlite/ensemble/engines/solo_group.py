@@ -16,7 +16,7 @@ class SoloGroup:
   """
 
   axis = None
-  shared_paths: frozenset[str] = frozenset()
+  labels = None  # nothing is shared
   bytes_saved = 0.0
 
   def __init__(self, program: MemberProgram, *, own_batches: bool):

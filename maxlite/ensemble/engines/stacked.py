@@ -28,7 +28,6 @@ from maxlite.ensemble.engines.group_trees import (
   metrics_besides,
   take_row,
   with_shardings,
-  without_paths,
 )
 from maxlite.ensemble.engines.grouping import places_of
 from maxlite.ensemble.engines.member_group import MemberGroup
@@ -36,6 +35,7 @@ from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.ensemble.engines.stack_placement import StackPlacement
 from maxlite.ensemble.member_program import MemberProgram
 from maxlite.kernels.xla_cpu import jit_init
+from maxlite.optim.labels import split
 from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
@@ -161,7 +161,7 @@ class StackedEngine(EnsembleEngine):
       static = (1,)  # the row
     shardings = group.programs[0].shardings
     if shardings is not None:
-      own_params = without_paths(shardings.params, group.shared_paths)
+      own_params, _ = split(shardings.params, group.labels)
       shardings = shardings.replace(params=own_params)
     elif self.request.spans_processes:
       shardings = self._placement.replicated

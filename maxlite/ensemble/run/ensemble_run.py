@@ -2,11 +2,12 @@
 
 On disk there are only members, each in a folder like that of its solo run. So any strategy can
 resume what another one saved, and members can be added or removed between two starts. A member that
-is behind (it is new, or its last checkpoint was lost) trains first, on the batches it missed.
+is new trains first, up to the others. Members that trained together resume from a step that all
+have, see common_step.py.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ from maxlite.ensemble.member_program import MemberFunctions, MemberProgram
 from maxlite.ensemble.planner import choose
 from maxlite.ensemble.report.leaderboard import LEADERBOARD
 from maxlite.ensemble.run.combination_scores import score_members
+from maxlite.ensemble.run.common_step import common_step, group_by_segment, read_segment
 from maxlite.ensemble.run.divided_members import check_division, members_of_process
 from maxlite.ensemble.run.ensemble_data import EnsembleData
 from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
@@ -327,12 +329,13 @@ class EnsembleRun:
     default: Sharding = SingleDeviceSharding(self.devices[0])
     if jax.process_count() > 1:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
-    for member, program in zip(self.members, programs, strict=True):
-      member.restore(program, default)
-      if member.state is None and program.base_params and jax.process_count() > 1:
+    program_of = {program.name: program for program in programs}
+    for first_step, names in self._groups_of_last_segments():
+      group = [member for member in self.members if member.name in names]
+      self._restore_group(group, first_step, program_of, default)
+    for member in self.members:
+      if member.state is None and program_of[member.name].base_params and jax.process_count() > 1:
         raise UserError("load_parameters_path: members read it in one process: num_processes=1")
-    if self.cfg.ensemble.pbt_period:
-      self._restore_common_step(programs, default)
     by_step = sorted(self.members, key=_step_of)
     for step, group in itertools.groupby(by_step, key=_step_of):
       if step:
@@ -340,28 +343,43 @@ class EnsembleRun:
         self.console.print(f"resuming from the checkpoints of step {step}: {names}")
     self._apply_halving()
 
-  def _restore_common_step(self, programs: Sequence[MemberProgram], default: Sharding) -> None:
-    """Restore all members at the last step that all have: a population exchanges at equal steps.
-
-    Args:
-      programs: those of the members.
-      default: the sharding of programs that have none.
-    """
-    names = {member.name for member in self.members}
-    changed = names ^ set(run_folder(self.cfg).member_names())
-    if changed and any(member.step for member in self.members):
+  def _groups_of_last_segments(self) -> list[tuple[int, list[str]]]:
+    """(first step, names) of the members that trained together last: all, in a population."""
+    if not self.cfg.ensemble.pbt_period:
+      segments = {member.name: read_segment(member.folder.directory) for member in self.members}
+      return list(group_by_segment(segments))
+    names = [member.name for member in self.members]
+    changed = set(names) ^ set(run_folder(self.cfg).member_names())
+    if changed and any(member.saved_steps for member in self.members):
       raise UserError(
         f"a population keeps its members, and {min(changed)} is added or removed: choose another "
         "run_name"
       )
+    return [(0, names)]
+
+  def _restore_group(
+    self,
+    group: Sequence[MemberRun],
+    first_step: int,
+    program_of: Mapping[str, MemberProgram],
+    default: Sharding,
+  ) -> None:
+    """Restore members at the last step that all have; without such a step, each at its last one.
+
+    Args:
+      group: members that trained together from `first_step` on.
+      program_of: by name, their programs.
+      default: the sharding of programs that have none.
+    """
     while True:
-      steps = [member.step for member in self.members]
-      common_step = min(steps)
-      if max(steps) == common_step:
+      step = common_step([member.saved_steps for member in group], first_step)
+      if step is None and self.cfg.ensemble.pbt_period:
+        step = 0  # a population exchanges at equal steps
+      for member in group:
+        member.restore(program_of[member.name], default, step)
+      # If a checkpoint was damaged, restoring has moved it aside.
+      if step is None or all(member.step == step for member in group):
         return
-      for member, program in zip(self.members, programs, strict=True):
-        if member.step > common_step:
-          member.restore(program, default, common_step)
 
   def _check_comparisons(self) -> None:
     """Raise UserError if members that are to be compared have no held-out losses."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -15,6 +16,7 @@ from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.planner import Plan
+from maxlite.ensemble.run.common_step import Segment
 from maxlite.ensemble.run.ensemble_log import EnsembleLog
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
@@ -85,14 +87,21 @@ class EnsembleTrainer:
     return [held_out_row(own) for own in sums]
 
   def save(self, step: int, state: PyTree, data_states: list[JsonObject]) -> None:
-    """Start to write a checkpoint of every member, all at the same time in one process."""
+    """Start to write a checkpoint of every member, all at the same time in one process.
+
+    The checkpoints before these stay until all of these are written, so that there is a step that
+    all members have.
+    """
     states = self.engine.unpack(state)
-    for run, own, data_state in zip(self.runs, states, data_states, strict=True):
-      if run.checkpoints is None:
-        continue
-      run.checkpoints.save(step, own, data_state)
+    checkpoints = [run.checkpoints for run in self.runs if run.checkpoints is not None]
+    for each in checkpoints:
+      each.wait()
+    for each in checkpoints:
+      each.kept_step = functools.partial(_latest_before, each.steps(), step)
+    for each, own, data_state in zip(checkpoints, states, data_states, strict=True):
+      each.save(step, own, data_state)
       if self.engine.request.spans_processes:
-        run.checkpoints.wait()  # Orbax numbers barriers in the order of each process's writes
+        each.wait()  # Orbax numbers barriers in the order of each process's writes
 
   def pack(self) -> PyTree:
     """The engine's state of the members, which give theirs up or are new."""
@@ -116,8 +125,9 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
   timer = Stopwatch("compile")
   with contextlib.ExitStack() as opened:
     streams = opened.enter_context(contextlib.closing(trainer.open_streams()))
+    segment = Segment(runs[0].step, tuple(run.name for run in runs))
     for run in runs:
-      run.save_config()
+      run.begin(segment)
     writers = [opened.enter_context(contextlib.closing(run.open_writers())) for run in runs]
     profiler = Profiler(cfg.observe, run_folder(cfg).profile)
     opened.callback(profiler.close)
@@ -169,6 +179,10 @@ def _train_segments(
       return result
     state = result.state
     step = end
+
+
+def _latest_before(steps: Sequence[int], step: int) -> int:
+  return max((each for each in steps if each < step), default=0)
 
 
 class MemberStreams:

@@ -9,6 +9,7 @@ from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.run.common_step import Segment, write_segment
 from maxlite.metrics.writers import EXPERT_LOAD, METRICS, JsonlWriter, Writers, read_rows
 from maxlite.runs.open_run import identify_run, lock_folder, open_trackers
 from maxlite.runs.saved_run import run_folder
@@ -70,6 +71,13 @@ class MemberRun:
         losses[row["step"]] = loss
     return losses
 
+  @property
+  def saved_steps(self) -> list[int]:
+    """The steps of its checkpoints, valid or not."""
+    if self.checkpoints is None:
+      return []
+    return self.checkpoints.steps()
+
   def find_step(self) -> None:
     """Set the step to that of the latest checkpoint without reading it."""
     self.step = 0
@@ -113,9 +121,10 @@ class MemberRun:
     else:
       self.state, self.data_state, self.step = restored
 
-  def save_config(self) -> None:
-    """Write the config, if it is new or has changed, in process 0."""
+  def begin(self, segment: Segment) -> None:
+    """Write the config, if it is new or has changed, and the segment, in process 0."""
     if jax.process_index() == 0:
+      write_segment(self.folder.directory, segment)
       self.folder.save_config(self.config, self.changes)
     self.changes = {}
 
