@@ -319,3 +319,80 @@ def test_stdlib_expands_to_the_standard_library_without_tests():
     assert "site-packages" not in str(file)
   with pytest.raises(ValueError, match=r"gives no \*\.jsonl file"):
     expand_paths(["stdlib"], ".jsonl", "dataset_path")
+
+
+def write_arrow(file, texts):
+  pa = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+  file.parent.mkdir(parents=True, exist_ok=True)
+  table = pa.table({"text": texts})
+  with pa.ipc.new_stream(str(file), table.schema) as writer:
+    writer.write_table(table)
+
+
+@pytest.mark.parametrize("entry", ["", "*.arrow", "**"])
+def test_of_a_saved_dataset_only_its_files_are_read(tmp_path, entry):
+  """Not what `datasets` caches beside them; a cache file that is named is read."""
+  folder = tmp_path / "train"
+  for name in ("data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "cache-0a1b.arrow"):
+    write_arrow(folder / name, [name])
+  names = [{"filename": f"data-0000{n}-of-00002.arrow"} for n in range(2)]
+  (folder / "state.json").write_text(json.dumps({"_data_files": names}))
+  files, skipped = expand_paths([str(folder / entry)], ".arrow", "dataset_path")
+  assert [file.name[:10] for file in files if file.suffix == ".arrow"] == [
+    "data-00000",
+    "data-00001",
+  ]
+  assert "cache-0a1b.arrow" in [file.name for file in skipped]
+  (folder / "state.json").unlink()
+  files, _ = expand_paths([str(folder)], ".arrow", "dataset_path")
+  assert len(files) == 2
+  named, _ = expand_paths([str(folder / "cache-0a1b.arrow")], ".arrow", "dataset_path")
+  assert len(named) == 1
+  (folder / "state.json").write_text("{}")
+  with pytest.raises(UserError, match="state[.]json lists no _data_files"):
+    expand_paths([str(folder)], ".arrow", "dataset_path")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".arrow", ".array_record"])
+def test_what_an_unfinished_job_left_is_not_read(tmp_path, suffix):
+  kept = tmp_path / f"part-0{suffix}"
+  for name in (kept.name, f"_temporary/0/part-1{suffix}", f"_part-2{suffix}", f".part-3{suffix}"):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("a")
+  files, skipped = expand_paths([str(tmp_path)], suffix, "dataset_path")
+  assert files == [kept]
+  assert len(skipped) == 2
+
+
+def test_a_name_with_an_underscore_may_be_text(tmp_path):
+  (tmp_path / "__init__.py").write_text("a")
+  (tmp_path / "_temporary").mkdir()
+  (tmp_path / "_temporary" / "part-0").write_text("a")
+  files, _ = expand_paths([str(tmp_path)], "", "dataset_path")
+  assert [file.name for file in files] == ["__init__.py"]
+
+
+@pytest.mark.parametrize(
+  ("log", "kind"),
+  [
+    ("_delta_log/0.json", "a Delta table"),
+    (".hoodie/hoodie.properties", "a Hudi table"),
+    ("metadata/v1.metadata.json", "an Iceberg table"),
+  ],
+)
+def test_a_table_whose_log_says_what_was_removed_is_refused(tmp_path, log, kind):
+  for name in ("part-0.parquet", log):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a")
+  with pytest.raises(UserError, match=f"is {kind}, which may hold removed files: export its rows"):
+    expand_paths([str(tmp_path)], ".parquet", "dataset_path")
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.idx", "a.npy", "a.npz"])
+@pytest.mark.parametrize("named", [True, False])
+def test_token_files_are_no_text(tmp_path, name, named):
+  (tmp_path / name).write_bytes(b"text")
+  entry = tmp_path / name if named else tmp_path / "**"
+  with pytest.raises(UserError, match="holds numbers, such as token ids") as error:
+    expand_paths([str(entry)], "", "dataset_path")
+  assert "on_bad_row" not in str(error.value)

@@ -1,5 +1,6 @@
 """Expansion of `dataset_path` entries to files."""
 
+import fnmatch
 import glob
 import re
 import sysconfig
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from maxlite.config.data_files import other_dataset_type
 from maxlite.config.errors import UserError
-from maxlite.config.file_io import expand_glob
+from maxlite.config.file_io import expand_glob, read_json_object
 from maxlite.config.object_store import (
   HUB,
   DataFile,
@@ -32,6 +33,11 @@ _NOT_TEXT = re.compile(
   r"ttf|woff2?|so|o|a|dll|dylib|exe|pyc|class|jar|wasm)",
   re.IGNORECASE,
 )
+_TOKENIZED = re.compile(r"\.(bin|idx|np[yz])", re.IGNORECASE)
+_STATE = "state.json"  # of a folder of `datasets`' save_to_disk: the files of the dataset
+_CACHE = "cache-*.arrow"  # what `datasets` leaves beside them: results of map and filter
+# Folders of tables whose files are not all data: a log says which ones are.
+_LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 
 
 class ExpandedPaths(NamedTuple):
@@ -92,6 +98,10 @@ def _require_readable(file: DataFile, suffix: str, key: str) -> None:
   other = other_dataset_type(file.name, _dataset_type(suffix))
   if other:
     raise UserError(f"{key}: {file} is of another type: write dataset_type={other}")
+  if _TOKENIZED.fullmatch(file.suffix):
+    raise UserError(
+      f"{key}: {file} holds numbers, such as token ids, and no text: name the files of its text"
+    )
   if not _COMPRESSED.fullmatch(file.suffix) or _is_read(file.name, suffix):
     return
   if suffix == ".jsonl" and inner_name(file.name).endswith(".json"):
@@ -130,14 +140,18 @@ def _expand(entry: str, suffix: str) -> ExpandedPaths:
     files = [] if suffix else _stdlib_sources()
     return ExpandedPaths(files, [])
   listing = _list_store(entry) if is_remote(entry) else _list_local(entry)
-  if not listing.is_folder:
-    return ExpandedPaths(list(listing.name_by_file), [])
+  if suffix:
+    _refuse_logs(entry, listing)
   read: list[DataFile] = []
   others: list[DataFile] = []
   for file, name in listing.name_by_file.items():
-    if _is_hidden(name):
+    if not listing.is_folder:
+      is_data = not glob.has_magic(entry) or not _is_cache(file)
+    elif _is_hidden(name):
       continue
-    if _is_read(name, suffix):
+    else:
+      is_data = _is_read(name, suffix) and not _is_left_over(name, suffix) and not _is_cache(file)
+    if is_data:
       read.append(file)
     else:
       others.append(file)
@@ -158,6 +172,49 @@ def _stdlib_sources() -> list[DataFile]:
 def _is_hidden(name: str) -> bool:
   """Return whether a file, or a folder above it, has a name that starts with a dot."""
   return any(part[0] == "." for part in name.split("/"))
+
+
+def _is_left_over(name: str, suffix: str) -> bool:
+  """Return whether a file, or a folder above it, is of a job that did not end, or a log.
+
+  As in Spark, Hive and pyarrow, such names of tables and rows start with `_`.
+  """
+  parts = name.split("/")
+  return "_temporary" in parts or (bool(suffix) and any(part[0] == "_" for part in parts))
+
+
+def _is_cache(file: DataFile) -> bool:
+  """Return whether an Arrow file is none of those that `datasets` lists in the folder's state.
+
+  Without a state, `datasets` names what it caches.
+  """
+  if file.suffix != ".arrow":
+    return False
+  if isinstance(file, Path):
+    state = file.parent / _STATE
+    if state.is_file():
+      return file.name not in _listed(state)
+  return fnmatch.fnmatch(file.name, _CACHE)
+
+
+def _listed(state: Path) -> frozenset[str]:
+  """Return the files that a state of `datasets` lists; raise UserError if it lists none."""
+  content = read_json_object(state, "save the dataset again, or name its files")
+  entries = content.get("_data_files")
+  if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    raise UserError(f"{state} lists no _data_files: save the dataset again, or name its files")
+  return frozenset(str(entry.get("filename")) for entry in entries)
+
+
+def _refuse_logs(entry: str, listing: _Listing) -> None:
+  """Raise UserError for a table that keeps removed files until a log is read."""
+  for name in listing.name_by_file.values():
+    parts = name.split("/")[:-1]
+    for folder, kind in _LOGS.items():
+      if folder in parts:
+        raise UserError(f"{entry} is {kind}, which may hold removed files: export its rows first")
+    if name.endswith(".metadata.json") and parts[-1:] == ["metadata"]:
+      raise UserError(f"{entry} is an Iceberg table, which may hold removed files: export its rows")
 
 
 def _is_read(name: str, suffix: str) -> bool:
