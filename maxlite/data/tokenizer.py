@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,8 +19,14 @@ from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.config.tokenizer_files import require_unchanged
-from maxlite.data.tokenizer_config import find_special_ids, read_tokenizer_config
+from maxlite.data.tokenizer_config import (
+  NamedToken,
+  TokenizerConfig,
+  find_special_ids,
+  read_tokenizer_config,
+)
 
+_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundred thousand
 # A Unicode noncharacter: inside the spelling of a special token it makes the token plain text.
 ESCAPE = "\ufdd0"
@@ -26,6 +34,8 @@ _ENCODING = threading.Lock()  # threads share a tokenizer, and with it encode_sp
 _BYTE_BOS = "<|begin_of_text|>"
 _BYTE_EOS = "<|end_of_text|>"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a text that the vocabulary cannot spell
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -140,6 +150,11 @@ class HuggingFaceTokenizer(Tokenizer):
       raise UserError(f"tokenizer_path={path!r} is not a tokenizer.json: {error}") from None
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
+    config = read_tokenizer_config(Path(path).parent)
+    self._add_tokens([token for token in config.added_tokens if token.id is not None])
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    special = find_special_ids(vocabulary, config, path)
+    self._add_tokens([token for token in config.added_tokens if token.id is None])
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     self.size = max(vocabulary.values(), default=0) + 1
     if self.size > MAX_SIZE:  # the library ends the process when it writes such a vocabulary
@@ -147,14 +162,10 @@ class HuggingFaceTokenizer(Tokenizer):
         f"tokenizer_path={path!r} has the id {self.size - 1:,}, more than {MAX_SIZE:,}: correct "
         "or replace it"
       )
-    config = read_tokenizer_config(Path(path).parent)
     self.chat_template = config.chat_template
-    special = find_special_ids(vocabulary, config, path)
     self.bos = special.bos
     self.stop_token_ids = special.stop
     self.eos = special.stop[0]
-    first = self.eos if self.bos is None else self.bos
-    self.identity = f"huggingface {file_hash} {first} {self.eos}"
     spelling = {i: token for token, i in vocabulary.items()}
     # Once the files name any token, a template gets only the named ones and the eos.
     special_tokens_map = {}
@@ -168,6 +179,12 @@ class HuggingFaceTokenizer(Tokenizer):
     self.prefix_ids = self._find_prefix()
     if '"ByteFallback"' in self._tokenizer.to_str():
       self.byte_ids = {i for i, piece in spelling.items() if _BYTE_PIECE.fullmatch(piece)}
+    added = self._tokenizer.get_added_tokens_decoder()
+    facts = [file_hash, self.bos, self.stop_token_ids, self.special_tokens_map]
+    facts += [(i, repr(token)) for i, token in sorted(added.items())]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    self.identity = f"huggingface {digest.hexdigest()}"
+    self._warn_of_settings(config, path)
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     decoded = [text.decode(errors="replace") for text in texts]
@@ -189,6 +206,46 @@ class HuggingFaceTokenizer(Tokenizer):
       if i in special_ids:
         found.append(_SpecialToken(start, stop, i))
     return _encode_between(text, found, self._encode_piece)
+
+  def _add_tokens(self, tokens: Sequence[NamedToken]) -> None:
+    """Add tokens that tokenizer.json lacks, or does not mark as special, as `transformers` does.
+
+    Raises:
+      UserError: a token would get another id than a file says.
+    """
+    added = self._tokenizer.get_added_tokens_decoder()
+    known = {token.content: token for token in added.values()}
+    for token in tokens:
+      entry = known.get(token.content)
+      if entry is None or (token.is_special and not entry.special):
+        options = dict(token.options)
+        if entry is not None:
+          options = {name: getattr(entry, name) for name in _TOKEN_OPTIONS} | options
+        new = tokenizers.AddedToken(token.content, special=token.is_special, **options)
+        if token.is_special:
+          self._tokenizer.add_special_tokens([new])
+        else:
+          self._tokenizer.add_tokens([new])
+        known[token.content] = new
+      token_id = self._tokenizer.token_to_id(token.content)
+      if token.id not in (None, token_id):
+        raise UserError(
+          f"{token.file} has the id {token.id} for {token.content!r}, which has the id {token_id} "
+          "with the tokenizer.json beside it: correct one of the two"
+        )
+
+  def _warn_of_settings(self, config: TokenizerConfig, path: str) -> None:
+    """Name the settings of tokenizer_config.json that have no effect, but in `transformers` do."""
+    ignored = list(config.not_read)
+    if isinstance(self._tokenizer.model, tokenizers.models.BPE):  # transformers ignores it too
+      ignored = [name for name in ignored if name != "clean_up_tokenization_spaces"]
+    if config.add_prefix_space is not None:
+      first = _run(self._tokenizer, "encode", "a").tokens[:1]
+      adds = any(token.startswith(("\u0120", "\u2581")) for token in first)
+      if adds != config.add_prefix_space:
+        ignored.append("add_prefix_space")
+    for name in ignored:
+      log.warning("%s beside %s is not read: tokenizer.json decides", name, path)
 
   def _find_prefix(self) -> tuple[int, ...]:
     """Return the special tokens that the post-processor puts before a text."""

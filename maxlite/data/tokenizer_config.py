@@ -1,6 +1,7 @@
 """The files beside a tokenizer.json: its special tokens and its chat template."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,30 @@ from maxlite.config.json_values import Json, JsonObject
 
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
 _ID_FILES = ("generation_config.json", "config.json")  # tokens by id
+_TOKEN_LISTS = (
+  "additional_special_tokens",
+  "extra_special_tokens",
+  "model_specific_special_tokens",
+)
+_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 _COMMON_SPELLINGS = {
   "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]"),
   "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedToken:
+  """A token that a file names: its id there, None if it has none, and how it is found in a text.
+
+  `options` are those of `tokenizers.AddedToken`. `file` is for error messages.
+  """
+
+  content: str
+  id: int | None
+  is_special: bool
+  options: Mapping[str, bool]
+  file: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +48,17 @@ class TokenizerConfig:
 
   `ids` has the ids of bos_token and eos_token, none of them if no file has any. `add_bos_token`
   (by default true) is of a SentencePiece model: a tokenizer.json says itself what precedes a text.
+  `added_tokens` are all that the files name, in the order in which `transformers` adds them.
+  `not_read` are settings that change tokens or text in `transformers`, but not here.
   """
 
   special_tokens_map: dict[str, str]
   ids: dict[str, list[int]]
   chat_template: str
   add_bos_token: bool
+  added_tokens: tuple[NamedToken, ...]
+  add_prefix_space: bool | None
+  not_read: tuple[str, ...]
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
@@ -59,7 +85,72 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
       found = _ids(values.get(f"{key}_id"), folder / name)
       ids[key] = earlier or found
   add_bos_token = _read(folder / _TOKEN_FILES[0]).get("add_bos_token") is not False
-  return TokenizerConfig(tokens, ids, _chat_template(folder), add_bos_token)
+  prefix_space = _read(folder / _TOKEN_FILES[0]).get("add_prefix_space")
+  return TokenizerConfig(
+    tokens,
+    ids,
+    _chat_template(folder),
+    add_bos_token,
+    added_tokens=tuple(_added_tokens(folder)),
+    add_prefix_space=prefix_space if isinstance(prefix_space, bool) else None,
+    not_read=_settings_not_read(folder),
+  )
+
+
+def _settings_not_read(folder: Path) -> tuple[str, ...]:
+  config = _read(folder / _TOKEN_FILES[0])
+  names = ("split_special_tokens", "clean_up_tokenization_spaces")
+  return tuple(name for name in names if config.get(name) is True)
+
+
+def _added_tokens(folder: Path) -> list[NamedToken]:
+  """Return the tokens with ids, in their order, and then those without."""
+  with_ids = []
+  path = folder / _TOKEN_FILES[0]
+  for number, entry in _entries(_read(path), "added_tokens_decoder", path).items():
+    if not number.isdecimal() or not _spelling(entry):
+      raise UserError(f"{path} has an entry {number!r} of added_tokens_decoder that is no token")
+    with_ids.append(_named_token(entry, int(number), path))
+  path = folder / "added_tokens.json"
+  for content, number in _read(path).items():
+    (token_id,) = _ids(number, path) or [None]
+    with_ids.append(NamedToken(content, token_id, False, {}, str(path)))
+  with_ids.sort(key=lambda token: token.id or 0)
+  return [*with_ids, *_tokens_without_ids(folder)]
+
+
+def _tokens_without_ids(folder: Path) -> Iterator[NamedToken]:
+  """Yield the special tokens that files give by their spelling alone."""
+  for name in _TOKEN_FILES:
+    for key, value in _read(folder / name).items():
+      values: list[Json] = []
+      if key.endswith("_token"):
+        values = [value]
+      elif key in _TOKEN_LISTS and isinstance(value, (dict, list)):
+        values = list(value.values()) if isinstance(value, dict) else value
+      for each in values:
+        if _spelling(each):
+          yield _named_token(each, None, folder / name, is_special=True)
+
+
+def _entries(config: JsonObject, key: str, path: Path) -> JsonObject:
+  entries = config.get(key) or {}
+  if not isinstance(entries, dict):
+    raise UserError(f"{path} has {key} that is not an object: fix or remove it")
+  return entries
+
+
+def _named_token(
+  value: Json, token_id: int | None, path: Path, *, is_special: bool = False
+) -> NamedToken:
+  """Return a token that a file gives as a string or as an object."""
+  options = {}
+  if isinstance(value, dict):
+    is_special = is_special or value.get("special") is True
+    for name in _TOKEN_OPTIONS:
+      if isinstance(value.get(name), bool):
+        options[name] = value[name]
+  return NamedToken(_spelling(value), token_id, is_special, options, str(path))
 
 
 def _read(path: Path) -> JsonObject:

@@ -61,7 +61,7 @@ class Part(NamedTuple):
   rows: tuple[int, int]
   layout: AxisLayout
   sizes: tuple[int, ...]  # of the axes of `layout.ours`
-  index: Index  # of the parameter
+  place: Index  # in the parameter
   scale: float
   projection: int = 0  # of those that the tensor holds, if several
 
@@ -159,7 +159,7 @@ class PeftAdapter:
         parts[path].append(part)
     for path, part in self._expert_parts(family, cfg, params):
       parts[path].append(part)
-    used = set()
+    used: set[str] = set()
     for path in parts.keys() & params.keys():
       used.update(part.tensor for part in parts[path])
     unused = set(self._tensors) - used
@@ -195,7 +195,7 @@ class PeftAdapter:
       rows=(0, rank),
       layout=AxisLayout((*ours_in, _RANK), ((_RANK,), theirs_in)),
       sizes=tuple((sizes | {_RANK: rank})[axis] for axis in (*ours_in, _RANK)),
-      index=(*fixed, *whole([sizes[axis] for axis in ours_in]), slice(0, rank)),
+      place=(*fixed, *whole([sizes[axis] for axis in ours_in]), slice(0, rank)),
       scale=1.0,
     )
     axes = (_RANK, *ours_out)
@@ -206,7 +206,7 @@ class PeftAdapter:
       rows=mapping.rows,
       layout=AxisLayout(axes, (theirs_out, (_RANK,)), mapping.layout.interleaved),
       sizes=tuple((sizes | {_RANK: rank})[axis] for axis in axes),
-      index=(*fixed, slice(0, rank), *spans),
+      place=(*fixed, slice(0, rank), *spans),
       scale=self._scale(module) / self._scale_of_run,
     )
     for number, path in enumerate(mapping.paths):
@@ -248,7 +248,7 @@ class PeftAdapter:
               rows=(0, num_experts * rank),
               layout=axis_layout(lora_a.axes),
               sizes=(num_experts, width_in, rank),
-              index=(*fixed, *index_a),
+              place=(*fixed, *index_a),
               scale=1.0,
             ),
           )
@@ -259,7 +259,7 @@ class PeftAdapter:
               rows=(0, width_out * len(rule.paths)),
               layout=axis_layout(lora_b.axes),
               sizes=sizes,
-              index=(*fixed, *index_b),
+              place=(*fixed, *index_b),
               scale=ratio,
               projection=number,
             ),
@@ -289,7 +289,7 @@ def _chunked(
   def chunks() -> Iterator[tuple[Index, np.ndarray]]:
     array = np.zeros(leaf.shape, leaf.dtype)
     for part in parts:
-      array[part.index] = _values(part, tensors[part.tensor])
+      array[part.place] = _values(part, tensors[part.tensor])
     yield whole(leaf.shape), array
 
   return ChunkedArray(leaf.shape, np.dtype(leaf.dtype), leaf.shape, chunks)
@@ -319,5 +319,5 @@ def _values(part: Part, tensor: TensorEntry) -> np.ndarray:
   values = part.layout.to_ours(rows, part.sizes)
   if _PROJECTIONS in part.layout.ours:
     values = values.take(part.projection, part.layout.ours.index(_PROJECTIONS))
-  num_fixed = len(part.index) - values.ndim
+  num_fixed = len(part.place) - values.ndim
   return (values * np.float32(part.scale)).reshape((1,) * num_fixed + values.shape)

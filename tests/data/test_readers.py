@@ -349,7 +349,7 @@ def test_of_a_saved_dataset_only_its_files_are_read(tmp_path, entry):
   named, _ = expand_paths([str(folder / "cache-0a1b.arrow")], ".arrow", "dataset_path")
   assert len(named) == 1
   (folder / "state.json").write_text("{}")
-  with pytest.raises(UserError, match="state[.]json lists no _data_files"):
+  with pytest.raises(UserError, match=r"state\.json lists no _data_files"):
     expand_paths([str(folder)], ".arrow", "dataset_path")
 
 

@@ -5,9 +5,11 @@ import io
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import tokenizers
+from chat_cases import save_tokenizer
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import TOKENIZERS
@@ -393,3 +395,98 @@ def test_a_path_may_start_at_the_home_folder(tmp_path, monkeypatch):
   cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=path.replace(str(tmp_path), "~"))
   direct = TOKENIZERS["huggingface"](path)
   assert open_tokenizer(cfg).encode(TEXT.encode()).tolist() == direct.encode(TEXT.encode()).tolist()
+
+
+EXTRA = {"content": "<extra>", "special": True, "normalized": False}
+NOT_SPECIAL = {"content": "<extra>", "special": False, "normalized": False}
+# Files beside a tokenizer.json of 322 ids, which lacks <extra> and <more>.
+ADDED = {
+  "decoder": {"tokenizer_config": {"added_tokens_decoder": {"322": EXTRA}}},
+  "plain in decoder": {"tokenizer_config": {"added_tokens_decoder": {"322": NOT_SPECIAL}}},
+  "added_tokens": {"added_tokens": {"<more>": 323, "<extra>": 322}},
+  "map": {"special_tokens_map": {"additional_special_tokens": ["<extra>", "<more>"]}},
+  "list": {"tokenizer_config": {"extra_special_tokens": ["<extra>"]}},
+  "object": {"tokenizer_config": {"extra_special_tokens": {"image_token": "<extra>"}}},
+  "names": {
+    "tokenizer_config": {"pad_token": "<extra>", "sep_token": {**EXTRA, "__type": "AddedToken"}}
+  },
+  "word": {"tokenizer_config": {"additional_special_tokens": ["two"]}},
+}
+NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def save_with(folder, files):
+  files = {**files, "tokenizer_config": NAMES | files.get("tokenizer_config", {})}
+  return TOKENIZERS["huggingface"](save_tokenizer(folder, **files))
+
+
+@pytest.mark.parametrize("files", ADDED.values(), ids=ADDED)
+def test_tokens_of_the_other_files_are_one_id(tmp_path, files):
+  """Those that are special are plain text in a text and in messages."""
+  tokenizer = save_with(tmp_path, files)
+  is_plain = (
+    "added_tokens" in files
+    or NOT_SPECIAL in files.get("tokenizer_config", {}).get("added_tokens_decoder", {}).values()
+  )
+  token = "two" if "two" in str(files) else "<extra>"
+  ids, _ = tokenizer.encode_with_offsets(f"a{token}b")
+  assert len(ids) == 3
+  assert (token in tokenizer.special_tokens) != is_plain
+  assert (len(tokenizer.encode(f"a{token}b".encode())) == 3) == (is_plain or token == "two")
+
+
+def test_a_token_with_another_id_is_refused_by_name(tmp_path):
+  for files in (
+    {"tokenizer_config": {"added_tokens_decoder": {"345": EXTRA}}},
+    {"tokenizer_config": {"added_tokens_decoder": {"5": EXTRA}}},
+    {"added_tokens": {"two": 323}},
+  ):
+    with pytest.raises(UserError, match=r"has the id \d+ for '(<extra>|two)', which has the id"):
+      save_with(tmp_path, files)
+    (tmp_path / "added_tokens.json").unlink(missing_ok=True)
+
+
+def test_the_identity_covers_all_that_tokens_depend_on(tmp_path):
+  identities = set()
+  variants = [
+    {},
+    {"tokenizer_config": {"sep_token": "<s>"}},
+    {"tokenizer_config": {"sep_token": "</s>"}},
+    {"tokenizer_config": {"additional_special_tokens": ["two"]}},
+    {"tokenizer_config": {"bos_token": "</s>"}},
+    {"generation_config": {"eos_token_id": [4, 5]}},
+    {"tokenizer_config": {"added_tokens_decoder": {"322": EXTRA}}},
+    {"tokenizer_config": {"added_tokens_decoder": {"322": {**EXTRA, "lstrip": True}}}},
+  ]
+  for n, files in enumerate(variants):
+    identities.add(save_with(tmp_path / str(n), files).identity)
+  assert len(identities) == len(variants)
+  assert save_with(tmp_path / "again", {}).identity in identities
+
+
+@pytest.mark.parametrize(
+  ("key", "value"), [("split_special_tokens", True), ("add_prefix_space", True)]
+)
+def test_settings_that_are_not_read_are_named(tmp_path, caplog, key, value):
+  save_with(tmp_path, {"tokenizer_config": {key: value, "clean_up_tokenization_spaces": True}})
+  (message,) = caplog.messages
+  assert message.startswith(f"{key} beside ")
+  caplog.clear()
+  save_with(tmp_path, {"tokenizer_config": {key: False}})
+  assert not caplog.messages
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(
+  not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
+)
+@pytest.mark.parametrize("files", ADDED.values(), ids=ADDED)
+def test_added_tokens_equal_transformers(tmp_path, files):
+  from transformers import AutoTokenizer
+
+  ours = save_with(tmp_path, files)
+  theirs = AutoTokenizer.from_pretrained(tmp_path)
+  text = "a<extra> b <more></s>two"
+  expected = theirs.encode(text, add_special_tokens=False)
+  assert ours.encode_with_offsets(text)[0].tolist() == expected
+  assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)

@@ -202,7 +202,7 @@ class ChatTemplate:
       UserError: the template prints the same without the tools, or without the calls of tools.
     """
     messages = self._with_contents(messages, variables)
-    dropped = {}
+    dropped: dict[str, tuple[Sequence[Message], Variables]] = {}
     if variables.get("tools"):
       dropped["tools"] = (messages, {**variables, "tools": None})
     if any(message.get("tool_calls") for message in messages):
@@ -220,8 +220,8 @@ class ChatTemplate:
     """Return the messages with lists of text parts if the template reads them, else strings."""
     if not any(isinstance(message.get("content"), list) for message in messages):
       return messages
-    as_string = []
-    as_part = []
+    as_string: list[Message] = []
+    as_part: list[Message] = []
     for message in messages:
       if isinstance(message.get("content"), list):
         text = "".join(part["text"] for part in message["content"])
