@@ -5,11 +5,15 @@ import io
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from hf_measure import loss_of
 
 import maxlite
+from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.hf.conversion import from_hf
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "fixtures"))
@@ -45,6 +49,11 @@ MOE_KEYS = {
   "sparse_matmul": False,
 }
 
+needs_torch = pytest.mark.skipif(
+  not (find_spec("torch") and find_spec("transformers")),
+  reason="needs torch and transformers: pip install -e .[hf]",
+)
+
 
 def imported(folder, root):
   """The run that `from_hf` creates."""
@@ -64,10 +73,7 @@ def batch_of(hf_parity, step):
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_torch
 @pytest.mark.parametrize(
   "model_type",
   [
@@ -90,3 +96,36 @@ def test_losses_and_gradient_norms_of_twenty_steps(model_type, tmp_path):
   theirs = hf_parity.train(model, batches, LEARNING_RATE)
   np.testing.assert_allclose([row["loss"] for row in rows], theirs["loss"], rtol=1e-5)
   np.testing.assert_allclose([row["grad_norm"] for row in rows], theirs["grad_norm"], rtol=2e-5)
+
+
+@pytest.mark.hf
+@needs_torch
+def test_the_embedding_of_the_pad_token_alone_has_another_gradient(tmp_path):
+  import hf_parity
+
+  pad = 7
+  data = hf_parity.batch(0)
+  data["tokens_BT"][0, 2] = pad
+  gradients = {}
+  for padding_idx in (None, pad):
+    model = hf_parity.build("llama", seed=0)
+    model.model.embed_tokens.padding_idx = padding_idx
+    hf_parity.loss_of(hf_parity.logits_of(model, data), data).backward()
+    gradients[padding_idx] = {name: x.grad.numpy() for name, x in model.named_parameters()}
+  hf_parity.save(model, tmp_path / "model")
+  decoder, params = maxlite.load(tmp_path / "model")
+  batch = [data[name].numpy() for name in ("tokens_BT", "segment_BT", "position_BT")]
+
+  def loss(params):
+    return loss_of(SimpleNamespace(model=decoder.decoder), params, batch)[0]
+
+  ours = leaves_by_path(jax.jit(jax.grad(loss))(params))
+  assert not gradients[pad]["model.embed_tokens.weight"][pad].any()
+  np.testing.assert_allclose(
+    ours["embed/embedding"], gradients[None]["model.embed_tokens.weight"], atol=1e-6
+  )
+  for name, gradient in gradients[pad].items():
+    expected = gradients[None][name].copy()
+    if name == "model.embed_tokens.weight":
+      expected[pad] = 0
+    np.testing.assert_allclose(gradient, expected, atol=1e-7, err_msg=name)
