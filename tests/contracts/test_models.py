@@ -25,6 +25,7 @@ from tiny_families import (
 from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import STACKS
 from maxlite.models.decoder_layer import LAYER_SCALE
+from maxlite.optim.labels import decay_mask, path_of
 
 # Together these have every kind of layer; the other families differ in fields of their parts.
 STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next")
@@ -71,6 +72,32 @@ def assert_trees_close(got, want, rtol):
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b), path
 
   jax.tree_util.tree_map_with_path(check, got, want)
+
+
+# By the last name of a parameter's path: what multiplies and adds channels decays, what scales,
+# shifts or sets a rate of each channel or head does not.
+DECAYED = {"kernel", "embedding", "wi_0", "wi_1", "wo", "query_conv", "key_conv", "value_conv"}
+NOT_DECAYED = {
+  "bias",
+  "scale",
+  "layer_scale",
+  "expert_scale",
+  "logits_bias",
+  "sinks_bias",
+  "wi_0_bias",
+  "wi_1_bias",
+  "wo_bias",
+  "decay_bias",
+  "decay_rate",
+}
+
+
+@every_family
+def test_weight_decay_applies_to_the_matrices_and_to_nothing_else(family, abstract_params):
+  for path, decays in jax.tree.leaves_with_path(decay_mask(meta.unbox(abstract_params(family)))):
+    name = path_of(path).split("/")[-1]
+    assert name in DECAYED | NOT_DECAYED, f"add {path_of(path)} to one of the sets"
+    assert decays == (name in DECAYED), path_of(path)
 
 
 @every_family

@@ -149,7 +149,13 @@ def assert_all_close(actual, expected, atol):
 
 @pytest.mark.parametrize(
   ("num_kv_heads", "block_q", "num_value_channels", "options"),
-  [slow(1, 16, 8, {}), slow(2, 2, 11, EVERYTHING), (4, 64, 5, {"window": 9, "sinks": True})],
+  [
+    slow(1, 16, 8, {}),
+    slow(2, 2, 11, EVERYTHING),
+    slow(4, 64, 5, {"window": 9, "sinks": True}),
+    # Three spans of queries, of which the last is not full.
+    (2, 16, 5, EVERYTHING),
+  ],
 )
 def test_chunked_is_exact_for_any_block_size(num_kv_heads, block_q, num_value_channels, options):
   with jax.enable_x64(True):

@@ -9,7 +9,13 @@ import pytest
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
-from maxlite.layers.rope import apply_rope, deinterleave, rope_tables, score_factor
+from maxlite.layers.rope import (
+  INTERPOLATIONS,
+  apply_rope,
+  deinterleave,
+  rope_tables,
+  score_factor,
+)
 
 THETA = 100.0
 NUM_CHANNELS = 8
@@ -178,6 +184,70 @@ LONGROPE = RopeConfig(
   rope_short_factor=(1.0, 1.5, 2.0, 4.0),
   rope_long_factor=(2.0, 3.0, 5.0, 9.0),
 )
+
+
+def wanted_frequencies(num_pairs, cfg):
+  """The frequency of each channel pair in float64, one by one, from the published formulas."""
+  theta = cfg.rope_max_timescale
+  context = cfg.original_max_position_embeddings
+
+  def pair_with(num_turns):
+    """The (fractional) pair that rotates this often in the original context."""
+    return num_pairs * math.log(context / (2 * math.pi * num_turns)) / math.log(theta)
+
+  frequencies = []
+  for pair in range(num_pairs):
+    plain = theta ** (-pair / num_pairs)
+    slowed = plain / cfg.rope_factor
+    if cfg.rope_type in ("default", "dynamic"):
+      frequencies.append(plain)
+    elif cfg.rope_type == "linear":
+      frequencies.append(slowed)
+    elif cfg.rope_type == "llama3.1":
+      kept = min(max((context * plain / (2 * math.pi) - 1) / 3, 0), 1)
+      frequencies.append(kept * plain + (1 - kept) * slowed)
+    elif cfg.rope_type == "proportional":
+      is_rotated = pair < int(2 * num_pairs * cfg.partial_rotary_factor) // 2
+      frequencies.append(plain if is_rotated else 0.0)
+    elif cfg.rope_type == "yarn":
+      first = pair_with(cfg.beta_fast)
+      last = pair_with(1)
+      if cfg.rope_truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+      first = max(first, 0)
+      last = min(last, 2 * num_pairs - 1)  # of the channels, not of the pairs
+      ramp = min(max((pair - first) / (last - first), 0), 1)
+      frequencies.append((1 - ramp) * plain + ramp * slowed)
+    else:
+      factors = cfg.rope_long_factor if cfg.rope_long_context else cfg.rope_short_factor
+      frequencies.append(plain / factors[pair])
+  return np.array(frequencies)
+
+
+# (theta, original context, number of pairs): YaRN's ramp ends among the pairs, among the channels
+# but after the pairs, after all channels, and begins before the first pair.
+CONTEXTS = [(1e4, 4096, 32), (1e2, 4096, 8), (8.0, 32768, 8), (5e5, 128, 16)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+@pytest.mark.parametrize("rope_type", [*INTERPOLATIONS, "longrope"])
+def test_every_frequency_is_that_of_the_published_formula(rope_type, context):
+  theta, num_positions, num_pairs = context
+  plain = RopeConfig(
+    rope_type=rope_type,
+    rope_max_timescale=theta,
+    rope_factor=8.0,
+    original_max_position_embeddings=num_positions,
+    partial_rotary_factor=0.6,
+    rope_short_factor=tuple(1 + 0.5 * np.arange(num_pairs)),
+    rope_long_factor=tuple(1 + 0.25 * np.arange(num_pairs) ** 2),
+  )
+  for changes in ({}, {"beta_fast": 5.0, "rope_truncate": False}, {"rope_long_context": True}):
+    cfg = dataclasses.replace(plain, **changes)
+    frequency_C = angles_at_one(2 * num_pairs, cfg)
+    wanted_C = wanted_frequencies(num_pairs, cfg)
+    np.testing.assert_allclose(frequency_C, wanted_C, rtol=2e-5, err_msg=str(changes))
 
 
 @pytest.mark.parametrize("is_long", [False, True])

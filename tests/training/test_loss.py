@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.training.cross_entropy import cross_entropy_sums
+from maxlite.training.cross_entropy import (
+  PredictionHead,
+  Unembedding,
+  cross_entropy_sums,
+  sequence_sums,
+  token_log_probs,
+)
 
 B = 8
 T = 12
@@ -97,6 +103,37 @@ def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
   np.testing.assert_allclose(sums, expected_sums, rtol=1e-6)
   for gradient, expected in zip(gradients, expected_gradients, strict=True):
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("degrees", [ONE, TOKENS_SHARDED, ALL_SHARDED], ids=str)
+def test_sequences_are_summed_over_all_shards(degrees):
+  """Their gradients too: of log-probabilities, over sequences that cross the shards' borders."""
+  x_BTD, w_DV, targets_BT, weight_BT = draw_inputs()
+  segment_BT = np.sort(np.random.default_rng(1).integers(0, 4, (B, T)).astype(np.int32), axis=1)
+  factor_BS = np.random.default_rng(2).standard_normal((B, 3)).astype(np.float32)
+  sharder = sharder_on(degrees)
+
+  @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+  @functools.partial(jax.grad, has_aux=True)
+  def gradient(x_BTD):
+    head = PredictionHead(x_BTD, Unembedding(w_DV, 0.0))
+    tokens = token_log_probs(head, targets_BT, 24, sharder)
+    sums_BS = sequence_sums(weight_BT * tokens.log_prob_BT, segment_BT, 3, sharder)
+    return jnp.sum(factor_BS * sums_BS), (sums_BS, tokens)
+
+  dx_BTD, (sums_BS, tokens) = gradient(x_BTD)
+  logits_BTV = np.asarray(x_BTD, np.float64) @ w_DV
+  partition_BT = np.log(np.sum(np.exp(logits_BTV), axis=-1))
+  target_BT = np.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+  np.testing.assert_allclose(tokens.log_prob_BT, target_BT - partition_BT, rtol=1e-5)
+  np.testing.assert_allclose(tokens.logits_z_BT, partition_BT**2, rtol=1e-5)
+  is_in_BTS = segment_BT[..., None] == 1 + np.arange(3)
+  wanted_BS = np.einsum("bt,bts->bs", weight_BT * (target_BT - partition_BT), is_in_BTS)
+  np.testing.assert_allclose(sums_BS, wanted_BS, rtol=1e-5, atol=1e-5)
+  # The gradient of a weighted sum of negative log-likelihoods, by token.
+  factor_BT = np.einsum("bs,bts->bt", factor_BS, is_in_BTS)
+  _, (wanted_BTD, _) = exact(x_BTD, w_DV, targets_BT, -weight_BT * factor_BT, (1, 0))
+  np.testing.assert_allclose(dx_BTD, wanted_BTD, rtol=1e-4, atol=1e-5)
 
 
 def test_large_logits_do_not_overflow():
