@@ -113,8 +113,8 @@ def _added_tokens(folder: Path) -> list[NamedToken]:
     with_ids.append(_named_token(entry, int(number), path))
   path = folder / "added_tokens.json"
   for content, number in _read(path).items():
-    (token_id,) = _ids(number, path) or [None]
-    with_ids.append(NamedToken(content, token_id, False, {}, str(path)))
+    ids = _ids(number, path)
+    with_ids.append(NamedToken(content, ids[0] if ids else None, False, {}, str(path)))
   with_ids.sort(key=lambda token: token.id or 0)
   return [*with_ids, *_tokens_without_ids(folder)]
 
