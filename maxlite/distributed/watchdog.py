@@ -78,7 +78,8 @@ class Watchdog:
     """Start the timeout of the present operation."""
     self._deadline = time.monotonic() + self._limit
     if self._limit < math.inf:  # a fallback if the GIL is held and no Python thread can run
-      faulthandler.dump_traceback_later(self._limit + _FALLBACK_SECONDS, exit=True)
+      seconds = self._limit + _FALLBACK_SECONDS
+      faulthandler.dump_traceback_later(seconds, exit=True, file=_stderr_descriptor())
     else:
       faulthandler.cancel_dump_traceback_later()
     self._changed.set()
@@ -112,8 +113,16 @@ class Watchdog:
     late = describe_late_peers()
     lines = "; ".join([reason, *late, "threads:"])
     write_line(lines)
-    faulthandler.dump_traceback(all_threads=True)
+    faulthandler.dump_traceback(file=_stderr_descriptor(), all_threads=True)
     exit_with_peers(reason, 1)
+
+
+def _stderr_descriptor() -> int:
+  """The file descriptor of stderr, also where a notebook has put an object without one there."""
+  try:
+    return sys.stderr.fileno()
+  except (AttributeError, OSError, ValueError):  # io.UnsupportedOperation is both
+    return 2
 
 
 def _is_compiling() -> bool:

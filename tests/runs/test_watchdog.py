@@ -1,5 +1,6 @@
 """A run that hangs, or whose replicas differ, stops with an error."""
 
+import io
 import math
 import os
 import signal
@@ -135,3 +136,10 @@ def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
     "final_norm/scale is not the same on all devices that hold it: device 3 of" in ending.reason
   )
   assert checkpoints.latest_step() == 1
+
+
+def test_stderr_may_have_no_file_descriptor(monkeypatch):
+  """As in a notebook; the automatic timeout of every run starts one."""
+  monkeypatch.setattr("sys.stderr", io.StringIO())
+  with Watchdog(60) as watchdog:
+    watchdog.expect("a step", is_step=True)
