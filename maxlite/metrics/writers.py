@@ -213,7 +213,7 @@ def read_rows(path: Path, row_format: RowFormat = ANY) -> list[JsonObject]:
   Raises:
     UserError: a complete line is not a row of this format, or its sealed columns have changed.
   """
-  rows = []
+  rows: list[JsonObject] = []
   for _, row in _lines_and_rows(path):
     crc32 = row.pop(_CRC32, None)
     problem = ""
