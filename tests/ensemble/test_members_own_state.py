@@ -1,0 +1,70 @@
+"""What a member owns, in every strategy: its hyperparameters, and its first step that diverges."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trees
+
+from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.ensemble import Ensemble, Member
+
+# Strategies that compute in this process; tests/ensemble/engines/test_processes.py has the other.
+STRATEGIES = [name for name in ENSEMBLE_STRATEGIES if name != "processes"]
+ROWS = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32)
+
+
+def make(strategy, poisoned=False):
+  """Three members with other values of every hyperparameter.
+
+  With `poisoned`, a step takes a batch per member, (rows, a number that is added to the loss).
+  """
+
+  def loss(model, batch):
+    x_BD, poison = batch
+    return jnp.mean((model(x_BD) - 1) ** 2) * (1 + poison)
+
+  members = []
+  for z in range(3):
+    hyperparameters = {
+      "learning_rate": 0.1 / (1 + z),
+      "b1": 0.5 + 0.1 * z,
+      "b2": 0.6 + 0.1 * z,
+      "weight_decay": 0.01 * (1 + z),
+    }
+    members.append(Member(nn.Dense(1), optax.adamw, seed=z, hyperparameters=hyperparameters))
+  return Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:3], own_batches=poisoned)
+
+
+def batch_with(poison_Z):
+  return ROWS, np.array(poison_Z, np.float32)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_hyperparameter_of_every_member_survives_load_states(strategy):
+  ensemble = make(strategy)
+  state = ensemble.init((ROWS[0], np.float32(0)))
+  loaded = ensemble.load_states(ensemble.member_states(state))
+  trees.assert_equal_leaves(loaded, state)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_member_stays_as_it_was_before_its_first_bad_step(strategy):
+  """Though its later losses are finite; the others go on."""
+  ensemble = make(strategy, poisoned=True)
+  state = ensemble.init(batch_with([0, 0, 0]))
+  history = []
+  for poison_Z in ([0, 0, 0], [0, np.nan, 0], [0, 0, 0]):
+    state, metrics = ensemble.step(state, batch_with(poison_Z))
+    params = [ensemble.member_params(state, name) for name in ensemble.names]
+    history.append((np.asarray(metrics["diverged"]), jax.device_get(params)))
+  (good, first), (bad, _), (after, last) = history
+  assert not good.any()
+  np.testing.assert_array_equal(bad, [False, True, False])
+  np.testing.assert_array_equal(after, [False, True, False])
+  trees.assert_equal_leaves(last[1], first[1])
+  for z in (0, 2):
+    for old, new in trees.leaf_pairs(first[z], last[z]):
+      assert np.any(old != new)
