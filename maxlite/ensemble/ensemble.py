@@ -185,7 +185,7 @@ class Ensemble:
     """
     with self._explain_errors(state) as engine:
       self._check_batch(batch)
-      waiting = contextlib.nullcontext()
+      waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
       if not self._is_compiled:
         assert self.plan is not None
         waiting = report_wait(
@@ -293,9 +293,9 @@ class Ensemble:
       if len(keys) > 1:
         differing.append(name)
     labels = {}
-    for member, own in settings.items():
+    for owner, own in settings.items():
       parts = [f"{name}={own[name].text}" for name in differing if name in own]
-      labels[member] = " ".join(parts)
+      labels[owner] = " ".join(parts)
     return labels
 
   def _describe_losses(self, name: str, values_Z: np.ndarray) -> str:

@@ -327,16 +327,16 @@ class EnsembleRun:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
     program_of = {program.name: program for program in programs}
     for first_step, names in self._groups_of_last_segments():
-      group = [member for member in self.members if member.name in names]
-      self._restore_group(group, first_step, program_of, default)
+      together = [member for member in self.members if member.name in names]
+      self._restore_group(together, first_step, program_of, default)
     for member in self.members:
       if member.state is None and program_of[member.name].base_params and jax.process_count() > 1:
         raise UserError("load_parameters_path: members read it in one process: num_processes=1")
     by_step = sorted(self.members, key=_step_of)
     for step, group in itertools.groupby(by_step, key=_step_of):
       if step:
-        names = ", ".join(member.name for member in group)
-        self.console.print(f"resuming from the checkpoints of step {step}: {names}")
+        listed = ", ".join(member.name for member in group)
+        self.console.print(f"resuming from the checkpoints of step {step}: {listed}")
     self._apply_halving()
 
   def _groups_of_last_segments(self) -> list[tuple[int, list[str]]]:
