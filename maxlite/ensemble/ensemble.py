@@ -2,25 +2,36 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
 from maxlite.config.errors import UserError
 from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
-from maxlite.ensemble.linen_members import build_programs
+from maxlite.ensemble.linen_members import build_programs, identity, settings_of
 from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
-from maxlite.ensemble.member_program import MemberProgram, abstract_tree, variables_of
+from maxlite.ensemble.member_program import (
+  MemberProgram,
+  MemberSetting,
+  abstract_tree,
+  variables_of,
+)
 from maxlite.ensemble.planner import Plan, choose
+from maxlite.metrics.waits import report_wait
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_not_donated
+from maxlite.step.fit import FitKeywords, FitOptions, Fitted, check_fit, fit, read_states
 
 
 class Prediction(NamedTuple):
@@ -93,6 +104,7 @@ class Ensemble:
     self._memory_gb = memory_gb
     self._base = base
     self.plan: Plan | None = None
+    self._is_compiled = False
     self._engine: EnsembleEngine | None = None
     self._factory: MemberFactory | None = None
 
@@ -128,6 +140,11 @@ class Ensemble:
 
   def init(self, example_batch: PyTree) -> PyTree:
     """The state before the first step; chooses the strategy and sets `plan`."""
+    engine = self._choose_engine(example_batch)
+    with report_wait(f"compiling the initial state of {len(self.members)} members"):
+      return engine.init()
+
+  def _choose_engine(self, example_batch: PyTree) -> EnsembleEngine:
     self._batch = abstract_tree(example_batch)
     if self._own_batches:
       self._check_own_batches(example_batch)
@@ -154,8 +171,10 @@ class Ensemble:
       own_batches=self._own_batches,
       factory=factory,
     )
-    self.plan, self._engine = choose(request, self._strategy, self._memory_gb)
-    return self._engine.init()
+    with report_wait(f"tracing {len(programs)} members to choose a strategy"):
+      self.plan, self._engine = choose(request, self._strategy, self._memory_gb)
+    self._is_compiled = False
+    return self._engine
 
   def step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
     """(state, {metric: [Z]}): the members' losses, `diverged`, and what all members log.
@@ -166,8 +185,133 @@ class Ensemble:
     """
     with self._explain_errors(state) as engine:
       self._check_batch(batch)
-      state, metrics = engine.step(state, batch)
+      waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+      if not self._is_compiled:
+        assert self.plan is not None
+        waiting = report_wait(
+          f"compiling the step of {len(self.names)} members ({self.plan.strategy})"
+        )
+      with waiting:
+        state, metrics = engine.step(state, batch)
+    self._is_compiled = True
     return state, metrics.common
+
+  def fit(
+    self,
+    batches: Iterable[PyTree],
+    num_steps: int,
+    *,
+    state: PyTree = None,
+    eval_batches: Sequence[PyTree] = (),
+    **options: Unpack[FitKeywords],
+  ) -> Fitted:
+    """Train for a number of steps: (state, rows of metrics by member), with lines of progress.
+
+    Args:
+      batches: an iterable of at least `num_steps` batches, as `step` takes them.
+      state: from which to continue; by default that of `init` on the first batch. It is donated.
+      eval_batches: held-out batches, each of one member's form; `eval_loss` is the mean of the
+        losses on them, by the ensemble's `loss` without updating anything.
+      options: `period` (steps between two rows, 100), `patience` and `report` (of lines). With a
+        patience, each member's state is that of its lowest held-out loss before so many evaluations
+        without a lower one, and training ends when that holds for all members.
+
+    Raises:
+      UserError: there are too few batches, or an option is out of range.
+    """
+    chosen = FitOptions(num_steps, **options)
+    check_fit(chosen, has_eval=bool(eval_batches))
+    stream = iter(batches)
+    if state is None:
+      first = next(stream, None)
+      if first is None:
+        raise UserError("fit: there are no batches")
+      stream = itertools.chain([first], stream)
+      state = self.init(first)
+    kept: dict[str, PyTree] = {}
+
+    def evaluate(state: PyTree) -> np.ndarray:
+      return np.mean([self.evaluate(state, batch) for batch in eval_batches], axis=0)
+
+    def keep(state: PyTree, improved_Z: np.ndarray) -> None:
+      states = self.member_states(state)
+      for name, is_improved in zip(self.names, improved_Z, strict=True):
+        if is_improved:
+          kept[name] = jax.device_get(states[name])
+
+    fitted = fit(
+      self.step,
+      state,
+      stream,
+      chosen,
+      evaluate=evaluate if eval_batches else None,
+      keep=keep,
+      describe=self._describe_losses,
+    )
+    if chosen.patience is None:
+      return fitted
+    for name, last in self.member_states(fitted.state).items():
+      kept.setdefault(name, last)  # it had no finite loss
+    return fitted._replace(state=self.load_states(kept))
+
+  def evaluate(self, state: PyTree, batch: PyTree) -> np.ndarray:
+    """The members' losses [Z] on a batch, without updating anything."""
+    with self._explain_errors(state) as engine:
+      return np.stack(jax.device_get(engine.predict(state, batch, "evaluate")))
+
+  def save(self, state: PyTree, path: str | os.PathLike[str]) -> None:
+    """Write the members' states to a new folder, or replace what `save` wrote there, by Orbax."""
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(os.path.abspath(path), self.member_states(state), force=True)
+
+  def load(self, path: str | os.PathLike[str], example_batch: PyTree = None) -> PyTree:
+    """The state that `save` wrote, for any strategy.
+
+    Args:
+      example_batch: as of `init`, if neither it nor `load` was called before.
+
+    Raises:
+      UserError: there is none, or it is of other members.
+    """
+    if self._engine is None and example_batch is not None:
+      self._choose_engine(example_batch)
+    return self.load_states(read_states(path, self.abstract_states()))
+
+  @functools.cached_property
+  def labels(self) -> dict[str, str]:
+    """By member, what it has that others do not: `width=3 learning_rate=0.1 seed=1`."""
+    settings = {}
+    for member in self.members:
+      own = dict(settings_of(member))
+      for name, value in [*member.hyperparameters.items(), ("seed", member.seed)]:
+        own[name] = MemberSetting(identity(value), str(value))
+      settings[member.name] = own
+    names = dict.fromkeys(name for own in settings.values() for name in own)
+    differing = []
+    for name in names:
+      keys = {own[name].key if name in own else None for own in settings.values()}
+      if len(keys) > 1:
+        differing.append(name)
+    labels = {}
+    for owner, own in settings.items():
+      parts = [f"{name}={own[name].text}" for name in differing if name in own]
+      labels[owner] = " ".join(parts)
+    return labels
+
+  def _describe_losses(self, name: str, values_Z: np.ndarray) -> str:
+    """The lowest and the highest finite loss with their members, for a line of progress."""
+    is_finite_Z = np.isfinite(values_Z)
+    text = name.replace("_", " ")
+    if not is_finite_Z.any():
+      return f"{text}: not finite"
+    low = int(np.argmin(np.where(is_finite_Z, values_Z, np.inf)))
+    high = int(np.argmax(np.where(is_finite_Z, values_Z, -np.inf)))
+    shown = []
+    for word, z in (("best", low), ("worst", high)):
+      member = self.names[z]
+      label = self.labels[member]
+      shown.append(f"{word} {values_Z[z]:.4f} ({member}{': ' if label else ''}{label})")
+    return f"{text}: {', '.join(shown)}"
 
   def member_states(self, state: PyTree) -> dict[str, PyTree]:
     """Every member's state, in the form of a solo run."""

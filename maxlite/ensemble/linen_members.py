@@ -107,7 +107,7 @@ class _Builder:
       numbers=(member.numbers,),
       build=functools.partial(self._build, member, module_key),
       like=functions_of_first,
-      settings=functools.partial(_settings, member),
+      settings=functools.partial(settings_of, member),
       base=base,
       base_params=base_params,
     )
@@ -133,7 +133,7 @@ class _Builder:
     return self._functions[key]
 
 
-def _settings(member: Member) -> dict[str, MemberSetting]:
+def settings_of(member: Member) -> dict[str, MemberSetting]:
   """The fields of the member's module, and what it trains."""
   kind: type = type(member.model)
   settings = {"model": MemberSetting(kind, kind.__name__)}
@@ -213,6 +213,7 @@ class _ModuleFunctions:
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]  # as in `MemberFunctions`
   gradients: Callable[..., GradientResult]
   predict: Callable[[TrainState, PyTree], PyTree]
+  evaluate: Callable[[TrainState, PyTree], jax.Array]  # the loss, with one random key
   params: PyTree  # shapes and dtypes
   labels: Labels  # by parameter, whether it is trained
 
@@ -253,11 +254,17 @@ class _ModuleFunctions:
       with explain_collections(f"predict of the model {type(model).__name__}", _FIXED):
         return apply(variables_of(state), inputs)
 
+    def evaluate(state: TrainState, batch: PyTree) -> jax.Array:
+      key = jax.random.key(0)
+      (value, _), _ = loss_function.forward(state.params, state.collections, batch, key, {})
+      return value
+
     loss_function = _LinenLoss(model=model, loss=loss, mutable=mutable, sown=sown)
     return cls(
       init_variables=init_variables,
       gradients=build_gradients(loss_function),
       predict=predict_one,
+      evaluate=evaluate,
       params=params,
       labels=labels,
     )
@@ -282,6 +289,7 @@ class _ModuleFunctions:
       phases=(parts,),
       step=join_parts(parts),
       predict=self.predict,
+      evaluate=self.evaluate,
       labels=self.labels,
     )
 

@@ -44,7 +44,8 @@ class MemberFunctions:
   step: Step
   # (state, inputs) -> what is compared between members
   predict: Callable[[TrainState, PyTree], PyTree]
-  # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`; None: there is none.
+  # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`, or, of a Linen module,
+  # the loss; None: there is none.
   evaluate: Callable[[TrainState, PyTree], PyTree] | None = None
   # The parameters that members with one base hold once are frozen; None: there are none.
   labels: Labels = None

@@ -8,19 +8,22 @@ A frozen leaf gets no gradient, weight decay, share of the clipping norm or EMA 
 bits.
 """
 
+import os
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import SupportsIndex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
+from maxlite.metrics.waits import report_wait
 from maxlite.optim.labels import (
   Labels,
   frozen_paths,
@@ -43,6 +46,7 @@ from maxlite.phases.update_step import build_update_step
 from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_among
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_not_donated
+from maxlite.step.fit import FitKeywords, FitOptions, Fitted, check_fit, fit, read_states
 from maxlite.step.gradients import build_gradients
 from maxlite.step.train_state import Metrics, TrainState, averaged_params, init_state
 from maxlite.step.train_step import SkipRule, Step, StepResult, build_train_step
@@ -175,14 +179,15 @@ class Alternation:
     steps = {}
     for index, name in enumerate(self.names):
       steps[name] = self._build_step(index, self._labels[name])
-    self._programs = PhasePrograms(
-      steps,
-      self._schedule,
-      self._strategy,
-      state,
-      batches,
-      check_gradients=self._check_gradients,
-    )
+    with report_wait(f"compiling the phases {', '.join(self.names)}"):
+      self._programs = PhasePrograms(
+        steps,
+        self._schedule,
+        self._strategy,
+        state,
+        batches,
+        check_gradients=self._check_gradients,
+      )
 
   def step(self, state: TrainState, batch: PyTree) -> StepResult:
     """Take a step of the phase that is due: (state, metrics).
@@ -206,6 +211,75 @@ class Alternation:
     self._last_count = state.clock.step
     self._check_skipped(metrics)
     return state, metrics
+
+  def fit(
+    self,
+    batches: Iterable[PyTree],
+    num_steps: int,
+    *,
+    state: TrainState,
+    eval_loss: Callable[[PyTree, PyTree], jax.Array] | None = None,
+    eval_batches: Sequence[PyTree] = (),
+    **options: Unpack[FitKeywords],
+  ) -> Fitted:
+    """Train for a number of steps: (state, rows of metrics), with lines of progress.
+
+    Args:
+      batches: an iterable of at least `num_steps` batches.
+      state: of `init`, or from which to continue. It is donated.
+      eval_loss: (parameters, batch) -> scalar; `eval_loss` in a row is its mean over eval_batches.
+      options: `period` (steps between two rows, 100), `patience` and `report` (of lines). With a
+        patience, training ends after so many evaluations without a lower held-out loss, and the
+        state is that of the lowest.
+
+    Raises:
+      UserError: there are too few batches, or an option is out of range.
+    """
+    chosen = FitOptions(num_steps, **options)
+    check_fit(chosen, has_eval=bool(eval_batches))
+    if (eval_loss is None) != (not eval_batches):
+      raise UserError("fit takes eval_loss and eval_batches together")
+    kept: list[TrainState] = []
+    jitted = None if eval_loss is None else jax.jit(eval_loss)
+
+    def evaluate(state: TrainState) -> np.ndarray:
+      assert jitted is not None
+      losses = [jitted(state.params, batch) for batch in eval_batches]
+      return np.mean(jax.device_get(losses), axis=0)
+
+    def keep(state: TrainState, _improved: np.ndarray) -> None:
+      kept[:] = [jax.tree.map(jnp.copy, state)]
+
+    fitted = fit(
+      self.step,
+      state,
+      batches,
+      chosen,
+      evaluate=evaluate if eval_batches else None,
+      keep=keep,
+      describe=lambda name, value: f"{name.replace('_', ' ')} {float(value):.4f}",
+    )
+    for row in fitted.rows:
+      row["phase"] = np.asarray(self.names[int(row["phase"])])
+    if kept:
+      return fitted._replace(state=kept[0])
+    return fitted
+
+  def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
+    """Write the state to a new folder, or replace what `save` wrote there, by Orbax."""
+    _check_state(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(os.path.abspath(path), state, force=True)
+
+  def load(
+    self, path: str | os.PathLike[str], params: PyTree, collections: PyTree = None
+  ) -> TrainState:
+    """The state that `save` wrote, on the mesh of `params`, of which only the shapes are read.
+
+    Raises:
+      UserError: there is none, or it is of other parameters or phases.
+    """
+    return read_states(path, self.abstract_state(params, collections))
 
   def next_phase(self, state: TrainState) -> str:
     """Name of the phase whose step is due."""

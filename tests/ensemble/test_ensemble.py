@@ -465,7 +465,7 @@ def test_numbers_that_cannot_be_arrays_are_named_before_compiling(optimizer, nam
     pytest.raises(UserError, match=message),
   ):
     ensemble.init(BATCH)
-  assert not compiled
+  assert not [name for name in compiled if "init" in name or "step" in name]
 
 
 @pytest.mark.parametrize("strategy", ["stacked", slow("submesh")])

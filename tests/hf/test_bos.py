@@ -6,9 +6,10 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from maxlite.config.schema import DataConfig
+from maxlite.config.schema import DataConfig, flatten
+from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.tokenizer import encode_prompt, open_tokenizer
-from maxlite.hf.hf_tokenizer import byte_tokenizer, copy_tokenizer, write_tokenizer
+from maxlite.hf.hf_tokenizer import byte_tokenizer, write_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.hf
@@ -64,8 +65,8 @@ def data_config(folder, **keys):
 def test_prompts_equal(tmp_path, tokenizer_class, post_processor, bos, add_bos_token):
   folder = tmp_path / "model"
   ids = write_folder(folder, POST_PROCESSORS[post_processor], tokenizer_class, bos, add_bos_token)
-  copy_tokenizer(folder, tmp_path / "run")
-  cfg = data_config(tmp_path / "run")
+  copy_tokenizer(flatten(data_config(folder)), tmp_path / "run")
+  cfg = data_config(tmp_path / "run" / "tokenizer")
   tokenizer = open_tokenizer(cfg)
   expected = ids_of_transformers(folder)
   assert encode_prompt(tokenizer, b"a cat") == expected

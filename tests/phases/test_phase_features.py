@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from alternation_cases import assert_same, batches, fit_loss, make_params, own_state, take
+from alternation_cases import (
+  a_to_b_and_c,
+  assert_same,
+  batches,
+  fit_loss,
+  make_params,
+  own_state,
+  take,
+)
 
 from maxlite.config.errors import UserError
 from maxlite.phases import Alternation, Phase
@@ -205,3 +213,63 @@ def test_a_wrapped_optimizer_of_optax_trains():
   np.testing.assert_allclose(state.params["w"], np.ones(2), atol=1e-6)  # the mean gradient is zero
   state, _ = take(alternation, state, [np.float32(0)] * 2)
   np.testing.assert_allclose(state.params["w"], np.full(2, 0.8), rtol=1e-6)
+
+
+def eval_loss(params, batch):
+  x_BD, _ = batch
+  return jnp.mean((x_BD @ params["a"]["kernel"] - 1) ** 2)
+
+
+def test_fit_is_the_loop_of_step(tmp_path):
+  stream = list(batches(7))
+  alternation = a_to_b_and_c()
+  state = alternation.init(make_params())
+  losses = []
+  states = []
+  for batch in stream:
+    state, metrics = alternation.step(state, batch)
+    losses.append(float(metrics["loss"]))
+    states.append(jax.device_get(state.params))
+  lines = []
+  start = alternation.init(make_params())
+  fitted = alternation.fit(stream, 4, state=start, period=2, report=lines.append)
+  names = []
+  for first, last, name in alternation.timeline(7):
+    names += [name] * (last - first + 1)
+  found = [(int(row["step"]), str(row["phase"])) for row in fitted.rows]
+  assert found == [(step, names[step - 1]) for step in (2, 4)]
+  assert [float(row["loss"]) for row in fitted.rows] == losses[1:4:2]
+  assert lines[0].startswith(f"step 2/4  loss {losses[1]:.4f}")
+  alternation.save(fitted.state, tmp_path / "saved")
+  loaded = alternation.load(tmp_path / "saved", make_params())
+  fitted = alternation.fit(stream[4:], 3, state=loaded, report=lines.append)
+  assert_same(fitted.state.params, states[6])
+  again = alternation.load(tmp_path / "saved", make_params())
+  with pytest.raises(UserError, match="batches end after 3 of num_steps=9"):
+    alternation.fit(stream[4:], 9, state=again)
+
+
+def test_patience_returns_the_state_of_the_lowest_held_out_loss():
+  stream = list(batches(7))
+  alternation = a_to_b_and_c()
+  rows = []
+  states = []
+  for patience in (None, 1):
+    fitted = alternation.fit(
+      stream,
+      7,
+      state=alternation.init(make_params()),
+      eval_loss=eval_loss,
+      eval_batches=stream[:2],
+      period=1,
+      patience=patience,
+      report=lambda line: None,
+    )
+    rows.append([float(row["eval_loss"]) for row in fitted.rows])
+    states.append(fitted.state)
+  every, stopped = rows
+  assert stopped == every[: len(stopped)]
+  assert len(stopped) < 7
+  assert stopped[-1] >= stopped[-2] == min(stopped)
+  found = np.mean([eval_loss(states[1].params, batch) for batch in stream[:2]])
+  np.testing.assert_allclose(found, min(stopped), rtol=1e-6)

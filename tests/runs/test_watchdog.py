@@ -142,4 +142,4 @@ def test_stderr_may_have_no_file_descriptor(monkeypatch):
   """As in a notebook; the automatic timeout of every run starts one."""
   monkeypatch.setattr("sys.stderr", io.StringIO())
   with Watchdog(60) as watchdog:
-    watchdog.expect("a step", is_step=True)
+    watchdog.expect("a save")

@@ -331,8 +331,8 @@ class EnsembleRun:
       default = NamedSharding(Mesh(np.array(self.devices), ("device",)), jax.P())
     program_of = {program.name: program for program in programs}
     for first_step, names in self._groups_of_last_segments():
-      group = [member for member in self.members if member.name in names]
-      self._restore_group(group, first_step, program_of, default)
+      together = [member for member in self.members if member.name in names]
+      self._restore_group(together, first_step, program_of, default)
     for member in self.members:
       if member.state is None and program_of[member.name].base_params and jax.process_count() > 1:
         raise UserError("load_parameters_path: members read it in one process: num_processes=1")
