@@ -70,7 +70,7 @@ setup(
     "search": ["optuna>=5", "cmaes>=0.13"],
     "s3": ["s3fs>=2025.9"],
     "gcs": ["gcsfs>=2025.9"],
-    "serve": ["prometheus_client>=0.22", "starlette>=0.49", "uvicorn>=0.38"],
+    "serve": ["starlette>=0.49", "uvicorn>=0.38"],
     # JAX's own extras, which install the compilers that match its version.
     "tpu": ["jax[tpu]>=0.10.2"],
     "cuda": [

@@ -176,7 +176,7 @@ class HuggingFaceTokenizer(Tokenizer):
     self.special_tokens_map: Mapping[str, str] = special_tokens_map
     self.special_tokens: Mapping[str, int] = self._mark_special(spelling)
     self.num_bytes_V = self._count_bytes(vocabulary)
-    self.prefix_ids = self._find_prefix()
+    self.prefix_ids = self._find_prefix(path)
     if '"ByteFallback"' in self._tokenizer.to_str():
       self.byte_ids = {i for i, piece in spelling.items() if _BYTE_PIECE.fullmatch(piece)}
     added = self._tokenizer.get_added_tokens_decoder()
@@ -247,15 +247,27 @@ class HuggingFaceTokenizer(Tokenizer):
     for name in ignored:
       log.warning("%s beside %s is not read: tokenizer.json decides", name, path)
 
-  def _find_prefix(self) -> tuple[int, ...]:
-    """Return the special tokens that the post-processor puts before a text."""
+  def _find_prefix(self, path: str) -> tuple[int, ...]:
+    """Return the special tokens that the post-processor puts before a text.
+
+    Raises:
+      UserError: the vocabulary lacks one, or the post-processor drops the text.
+    """
     post_processor = self._tokenizer.post_processor
     if post_processor is None:
       return ()
     one_word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     encoding = post_processor.process(one_word.encode("a"))
-    length = encoding.special_tokens_mask.index(0)
-    return tuple(encoding.ids[:length])
+    is_special = encoding.special_tokens_mask
+    if 0 not in is_special:
+      raise UserError(f"tokenizer_path={path!r} has a post_processor that drops the text: fix it")
+    prefix = tuple(encoding.ids[: is_special.index(0)])
+    if max(prefix, default=0) >= self.size:
+      raise UserError(
+        f"tokenizer_path={path!r} has a post_processor that puts the token {max(prefix)} before a "
+        "text, which its vocabulary lacks: fix it"
+      )
+    return prefix
 
   def _mark_special(self, spelling: Mapping[int, str]) -> dict[str, int]:
     """Mark bos and the stop tokens as special, as not all files do; return all special tokens."""

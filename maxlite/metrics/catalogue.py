@@ -100,6 +100,7 @@ METRICS: dict[str, Metric] = {
   "data_share": Metric("share", "Of it, waiting for data."),
   "evaluation_share": Metric("share", "Of it, evaluations."),
   "checkpoint_share": Metric("share", "Of it, waiting for checkpoints."),
+  "callbacks_share": Metric("share", "Of it, callbacks, such as completions."),
   "startup_share": Metric("share", "Of it, starting."),
   "restart_share": Metric("share", "Of it, the cost of interruptions."),
   "*/loss": Metric("nats per token", "`loss` of a phase."),

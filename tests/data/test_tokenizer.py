@@ -246,6 +246,21 @@ def test_what_precedes_a_text_is_what_the_file_says(post_processor, prefix, tmp_
   assert end.ids.tolist() == [tokenizer.eos]
 
 
+@pytest.mark.parametrize(
+  ("single", "token_id", "message"),
+  [("<s> $A", 10**6, "puts the token 1000000 before a text"), ("<s>", 0, "drops the text")],
+)
+def test_a_post_processor_that_cannot_be_obeyed_is_named(single, token_id, message, tmp_path):
+  path = save_huggingface(tmp_path)
+  raw = tokenizers.Tokenizer.from_file(path)
+  raw.post_processor = tokenizers.processors.TemplateProcessing(
+    single=single, special_tokens=[("<s>", token_id)]
+  )
+  raw.save(path)
+  with pytest.raises(UserError, match=message):
+    TOKENIZERS["huggingface"](path)
+
+
 def test_a_key_overrides_what_precedes_a_text(tmp_path):
   cfg = DataConfig(tokenizer_type="huggingface", tokenizer_path=save_huggingface(tmp_path, THREE))
   identities = set()
