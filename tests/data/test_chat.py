@@ -566,3 +566,35 @@ def test_ids_and_masks_equal_transformers(tmp_path, metaspace):
     for conversation in CONVERSATIONS:
       expected = theirs.apply_chat_template(conversation[:-1], chat_template=unmarked, **options)
       assert chat_of(ours, unmarked).prompt(conversation[:-1]) == expected
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(
+  not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
+)
+def test_tools_calls_and_reasoning_equal_transformers(tmp_path):
+  """Also if they spell special tokens, which both encode as text."""
+  from transformers import AutoTokenizer
+
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}
+  ours = TOKENIZERS["huggingface"](save_tokenizer(tmp_path, tokenizer_config=config))
+  theirs = AutoTokenizer.from_pretrained(tmp_path)
+  source = WITH_TOOLS.replace("{{ m.role }}", "{{ m.role }}<think>{{ m.reasoning_content }}")
+  chat = chat_of(ours, source)
+  for spelled_text in ("two", "</s> two <|im_end|>"):
+    calls = [{"function": {"name": "add", "arguments": {"a": spelled_text}}}]
+    messages = [
+      {"role": "user", "content": spelled_text, "name": None},
+      {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": spelled_text},
+      {"role": "tool", "content": spelled_text},
+    ]
+    for tools in (None, [{"name": "add", "description": spelled_text}]):
+      expected = theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=source,
+        add_generation_prompt=True,
+        sanitize_control_tokens=True,
+        return_dict=False,
+      )
+      assert chat.prompt(messages, {"tools": tools}) == expected
