@@ -193,11 +193,11 @@ def test_the_date_in_training_data_is_fixed(tokenizer):
 @pytest.mark.parametrize("source", [MARKED[0], UNMARKED[0]], ids=["marked", "unmarked"])
 def test_answers_of_weight_zero_are_in_no_loss(tokenizer, source):
   messages = turns("two?", "It is two.", "three?", "five", "two?", "two")
-  for omitted in itertools.product([0, 1], repeat=3):
+  for weights in itertools.product([0, 1, None], repeat=3):
     expected = []
     for n, answer in enumerate(["It is two.", "five", "two"]):
-      messages[2 * n + 1]["weight"] = omitted[n]
-      if omitted[n]:
+      messages[2 * n + 1]["weight"] = weights[n]
+      if weights[n] != 0:
         expected.append(f"{answer}<IM_END>")
     assert masked_text(tokenizer, source, messages) == expected
 
@@ -211,6 +211,14 @@ def test_weights_hold_for_templates_that_mark_several_parts_of_a_message(tokeniz
   messages = turns("two?", "It is two.", "three?", "five")
   messages[1]["weight"] = 0
   assert masked_text(tokenizer, source, messages) == ["two?", "three?", "five", "</S>"]
+
+
+def test_a_template_that_marks_only_the_last_answer_has_no_weights(tokenizer):
+  source = MARKED[2].replace("message.role == 'assistant'", "loop.last")
+  messages = turns("two?", "It is two.", "three?", "five")
+  messages[1]["weight"] = 0
+  with pytest.raises(UserError, match="weight 0 cannot be located"):
+    masked_text(tokenizer, source, messages)
 
 
 def test_an_answer_of_weight_zero_becomes_no_document(tokenizer):

@@ -96,7 +96,7 @@ class PairTokenizer:
     is_cut = any(len(text.ids) > self._max_length for text in texts)
     if all(self._has_answer(text) for text in texts):
       documents = [self._mark(text) for text in texts]
-      if np.array_equal(*documents):
+      if np.array_equal(documents[0], documents[1]):
         self.counts["cut before the answers differ"] += 1
         return []
       self.counts["cut at half of max_target_length"] += is_cut
