@@ -312,7 +312,7 @@ def test_fields_with_a_meaning_in_other_formats_are_refused(tmp_path, fields, me
   ("change", "message"),
   [
     ({"weight": 0.5}, "has weight 0.5"),
-    ({"role": "user", "weight": 1}, "has weight 1: write 0 or 1, in messages of the assistant"),
+    ({"role": "user", "weight": 1}, "has weight 1: write 0, or 1 in an answer"),
     ({"train": False}, "train .*: write weight: 0 or 1"),
     ({"function_call": {"name": "add"}}, "function_call .*: write tool_calls"),
     ({"content": [{"type": "image", "url": "a"}]}, "has a part that is not"),
