@@ -204,14 +204,14 @@ class ChatTemplate:
       UserError: the template prints the same without the tools, or without the calls of tools.
     """
     messages = self._with_contents(messages, variables)
-    without: dict[str, tuple[Sequence[Message], Variables]] = {}
+    dropped: dict[str, tuple[Sequence[Message], Variables]] = {}
     if variables.get("tools"):
-      without["tools"] = (messages, {**variables, "tools": None})
+      dropped["tools"] = (messages, {**variables, "tools": None})
     if any(message.get("tool_calls") for message in messages):
-      others = [{**message, "tool_calls": None} for message in messages]
-      without["tool_calls"] = (others, variables)
-    for name, (other_messages, other_variables) in without.items():
-      if self._prints_the_same(messages, variables, other_messages, other_variables):
+      without = [{**message, "tool_calls": None} for message in messages]
+      dropped["tool_calls"] = (without, variables)
+    for name, (others, other_variables) in dropped.items():
+      if self._prints_the_same(messages, variables, others, other_variables):
         raise UserError(
           f"{self._place} does not print {name}: set chat_template_path to one that does, or "
           f"remove {name} from the conversation"

@@ -96,7 +96,8 @@ class PairTokenizer:
     is_cut = any(len(text.ids) > self._max_length for text in texts)
     if all(self._has_answer(text) for text in texts):
       documents = [self._mark(text) for text in texts]
-      if np.array_equal(documents[0], documents[1]):
+      chosen_document, rejected_document = documents
+      if np.array_equal(chosen_document, rejected_document):
         self.counts["cut before the answers differ"] += 1
         return []
       self.counts["cut at half of max_target_length"] += is_cut
