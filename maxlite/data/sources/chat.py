@@ -49,6 +49,7 @@ _OTHER_FIELDS = {
   "documents": "write them into a message",
   "images": "only text is read",
   "image": "only text is read",
+  "video": "only text is read",
   "videos": "only text is read",
   "audios": "only text is read",
   "audio": "only text is read",
@@ -57,6 +58,7 @@ _OTHER_FIELDS = {
   "loss_mask": "write weight: 0 in the messages to leave out",
   "completion_mask": "write weight: 0 in the messages to leave out",
   "assistant_masks": "write weight: 0 in the messages to leave out",
+  "train_on_inputs": "write weight: 0 in the messages to leave out",
 }
 _OTHER_MESSAGE_FIELDS = {
   "function_call": "write tool_calls",
@@ -73,6 +75,8 @@ _OTHER_MESSAGE_FIELDS = {
   "loss_weight": "write weight: 0 or 1",
   "loss_scale": "write weight: 0 or 1",
   "mask": "write weight: 0 or 1",
+  "masked": "write weight: 0 or 1",
+  "train_on_turn": "write weight: 0 or 1",
 }
 
 
