@@ -193,11 +193,11 @@ def test_the_date_in_training_data_is_fixed(tokenizer):
 @pytest.mark.parametrize("source", [MARKED[0], UNMARKED[0]], ids=["marked", "unmarked"])
 def test_answers_of_weight_zero_are_in_no_loss(tokenizer, source):
   messages = turns("two?", "It is two.", "three?", "five", "two?", "two")
-  for omitted in itertools.product([0, 1], repeat=3):
+  for weights in itertools.product([0, 1, None], repeat=3):
     expected = []
     for n, answer in enumerate(["It is two.", "five", "two"]):
-      messages[2 * n + 1]["weight"] = omitted[n]
-      if omitted[n]:
+      messages[2 * n + 1]["weight"] = weights[n]
+      if weights[n] != 0:
         expected.append(f"{answer}<IM_END>")
     assert masked_text(tokenizer, source, messages) == expected
 
@@ -211,6 +211,14 @@ def test_weights_hold_for_templates_that_mark_several_parts_of_a_message(tokeniz
   messages = turns("two?", "It is two.", "three?", "five")
   messages[1]["weight"] = 0
   assert masked_text(tokenizer, source, messages) == ["two?", "three?", "five", "</S>"]
+
+
+def test_a_template_that_marks_only_the_last_answer_has_no_weights(tokenizer):
+  source = MARKED[2].replace("message.role == 'assistant'", "loop.last")
+  messages = turns("two?", "It is two.", "three?", "five")
+  messages[1]["weight"] = 0
+  with pytest.raises(UserError, match="weight 0 cannot be located"):
+    masked_text(tokenizer, source, messages)
 
 
 def test_an_answer_of_weight_zero_becomes_no_document(tokenizer):
@@ -304,7 +312,7 @@ def test_fields_with_a_meaning_in_other_formats_are_refused(tmp_path, fields, me
   ("change", "message"),
   [
     ({"weight": 0.5}, "has weight 0.5"),
-    ({"role": "user", "weight": 1}, "has weight 1: write 0 or 1, in messages of the assistant"),
+    ({"role": "user", "weight": 1}, "has weight 1: write 0, or 1 in an answer"),
     ({"train": False}, "train .*: write weight: 0 or 1"),
     ({"function_call": {"name": "add"}}, "function_call .*: write tool_calls"),
     ({"content": [{"type": "image", "url": "a"}]}, "has a part that is not"),
@@ -566,3 +574,35 @@ def test_ids_and_masks_equal_transformers(tmp_path, metaspace):
     for conversation in CONVERSATIONS:
       expected = theirs.apply_chat_template(conversation[:-1], chat_template=unmarked, **options)
       assert chat_of(ours, unmarked).prompt(conversation[:-1]) == expected
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(
+  not find_spec("transformers"), reason="needs transformers: pip install -e .[hf]"
+)
+def test_tools_calls_and_reasoning_equal_transformers(tmp_path):
+  """Also if they spell special tokens, which both encode as text."""
+  from transformers import AutoTokenizer
+
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}
+  ours = TOKENIZERS["huggingface"](save_tokenizer(tmp_path, tokenizer_config=config))
+  theirs = AutoTokenizer.from_pretrained(tmp_path)
+  source = WITH_TOOLS.replace("{{ m.role }}", "{{ m.role }}<think>{{ m.reasoning_content }}")
+  chat = chat_of(ours, source)
+  for spelled_text in ("two", "</s> two <|im_end|>"):
+    calls = [{"function": {"name": "add", "arguments": {"a": spelled_text}}}]
+    messages = [
+      {"role": "user", "content": spelled_text, "name": None},
+      {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": spelled_text},
+      {"role": "tool", "content": spelled_text},
+    ]
+    for tools in (None, [{"name": "add", "description": spelled_text}]):
+      expected = theirs.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=source,
+        add_generation_prompt=True,
+        sanitize_control_tokens=True,
+        return_dict=False,
+      )
+      assert chat.prompt(messages, {"tools": tools}) == expected

@@ -49,6 +49,7 @@ _OTHER_FIELDS = {
   "documents": "write them into a message",
   "images": "only text is read",
   "image": "only text is read",
+  "video": "only text is read",
   "videos": "only text is read",
   "audios": "only text is read",
   "audio": "only text is read",
@@ -57,6 +58,7 @@ _OTHER_FIELDS = {
   "loss_mask": "write weight: 0 in the messages to leave out",
   "completion_mask": "write weight: 0 in the messages to leave out",
   "assistant_masks": "write weight: 0 in the messages to leave out",
+  "train_on_inputs": "write weight: 0 in the messages to leave out",
 }
 _OTHER_MESSAGE_FIELDS = {
   "function_call": "write tool_calls",
@@ -73,6 +75,8 @@ _OTHER_MESSAGE_FIELDS = {
   "loss_weight": "write weight: 0 or 1",
   "loss_scale": "write weight: 0 or 1",
   "mask": "write weight: 0 or 1",
+  "masked": "write weight: 0 or 1",
+  "train_on_turn": "write weight: 0 or 1",
 }
 
 
@@ -341,7 +345,9 @@ def read_variables(place: str, record: Mapping[str, Json]) -> JsonObject:
   _refuse_other_fields(place, record, _OTHER_FIELDS)
   if record.get("label") is False:
     raise UserError(f"{place}: label: false marks an answer not to give: leave such rows out")
-  variables = _object(place, record, "chat_template_kwargs")
+  variables = record.get("chat_template_kwargs") or {}
+  if not isinstance(variables, dict):
+    raise UserError(f"{place}: chat_template_kwargs must be an object")
   reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(variables)
   if reserved:
     raise UserError(f"{place}: chat_template_kwargs has {min(reserved)}: write it as a field")
@@ -359,16 +365,6 @@ def read_variables(place: str, record: Mapping[str, Json]) -> JsonObject:
       f'{place}: tools must be a list of {{"type": "function", "function": {{"name": "..."}}}}'
     )
   return {**variables, "tools": tools}
-
-
-def _object(place: str, record: Mapping[str, Json], name: str) -> JsonObject:
-  """Return a field that is an object, also as text; empty if there is none."""
-  value = record.get(name)
-  if not value:
-    return {}
-  if not isinstance(value, dict):
-    raise UserError(f"{place}: {name} must be an object")
-  return value
 
 
 def _require_shallow(place: str, record: Mapping[str, Json]) -> None:
@@ -419,7 +415,7 @@ def check_messages(messages: Json, place: str) -> list[Message]:
   """Return `messages` if it is a list of {"role": ..., "content": ..., ...}.
 
   A content is a string or a list of text parts; an assistant's message with `tool_calls` needs
-  none. The weight of an assistant's message is 0 or 1, that of others null.
+  none. A weight is 0, or 1 in an assistant's message.
   """
   if not isinstance(messages, list) or not messages:
     raise UserError(f"{place} must be a list of at least one message")
@@ -434,17 +430,17 @@ def _check_message(message: JsonObject, place: str) -> None:
   """Raise UserError if a message of a role cannot be read."""
   _refuse_other_fields(place, message, _OTHER_MESSAGE_FIELDS)
   weight = message.get("weight")
-  if weight is not None and (weight not in (0, 1) or message["role"] != "assistant"):
-    raise UserError(f"{place} has weight {weight!r}: write 0 or 1, in messages of the assistant")
+  allowed = (None, 0, 1) if message["role"] == "assistant" else (None, 0)
+  if weight not in allowed:
+    raise UserError(f"{place} has weight {weight!r}: write 0, or 1 in an answer of the assistant")
   calls = message.get("tool_calls")
   if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
     raise UserError(f"{place} has tool_calls that are not a list of objects")
   content = message.get("content")
   if isinstance(content, list) and content:
     for part in content:
-      if not isinstance(part, dict) or part.get("type") != "text":
-        raise UserError(f'{place} has a part that is not {{"type": "text", "text": "..."}}')
-      if not isinstance(part.get("text"), str):
+      is_text = isinstance(part, dict) and part.get("type") == "text"
+      if not is_text or not isinstance(part.get("text"), str):
         raise UserError(f'{place} has a part that is not {{"type": "text", "text": "..."}}')
   elif not isinstance(content, str) and (content is not None or not calls):
     raise UserError(f'{place} must be {{"role": "user", "content": "..."}}')

@@ -157,21 +157,23 @@ class ChatTemplate:
     self, answers: Sequence[Span], messages: Sequence[Message], variables: Variables
   ) -> list[Span]:
     """Return the marked answers that are not in messages of weight 0."""
-    weights = [message.get("weight", 1) for message in messages]
-    if all(weights):
+    if all(_is_weighted(message) for message in messages):
       return list(answers)
     kept: list[Span] = []
-    num_seen = 0
-    end = 0
-    for weight, run in itertools.groupby(weights):  # of messages of equal weight
-      end += len(list(run))
-      text = self._render(messages[:end], False, variables)
-      num_answers = text.count(OPEN)
-      if weight:
-        kept += answers[num_seen:num_answers]
-      num_seen = num_answers
-    if num_seen != len(answers):
-      raise UserError(f"{self._place} prints a different number of answers")
+    num_messages = 0
+    num_answers = 0
+    for is_weighted, run in itertools.groupby(messages, _is_weighted):
+      num_messages += len(list(run))
+      before = _extract_spans(self._render(messages[:num_messages], False, variables)).answers
+      starts = [answer.start for answer in before]
+      if starts != [answer.start for answer in answers[: len(starts)]]:
+        raise UserError(
+          f"{self._place} marks other answers once a conversation continues, so that those of "
+          "weight 0 cannot be located: remove the weights"
+        )
+      if is_weighted:
+        kept += answers[num_answers : len(starts)]
+      num_answers = len(starts)
     return kept
 
   def _render_last_answer(self, messages: Sequence[Message], variables: Variables) -> RenderedText:
@@ -184,7 +186,7 @@ class ChatTemplate:
         "cannot be located: set chat_template_path to one that has {% generation %} and "
         "{% endgeneration %} around the assistant's messages"
       )
-    if messages[-1].get("weight", 1) == 0:
+    if not _is_weighted(messages[-1]):
       return RenderedText(text, [])
     end = len(text)
     trimmed = text.rstrip()
@@ -310,6 +312,11 @@ class ChatTemplate:
   def _escape_wrapped(self, text: str) -> str:
     """Put ESCAPE after each character of a wrapped token; what is left of other marks stays."""
     return self._wrapped.sub(lambda match: ESCAPE.join([*match[1], ""]), text)
+
+
+def _is_weighted(message: Message) -> bool:
+  """Return whether the answers in a message count."""
+  return message.get("weight") != 0
 
 
 def _fields(message: Message) -> dict[str, Json]:
