@@ -34,6 +34,17 @@ KEYS = {
 }
 
 
+def make_batch():
+  """Uneven rows, of which one has a single token, which no layer of multi-token prediction has."""
+  batch = uneven_batch(0)
+  is_dropped_BT = np.zeros((ROWS, LENGTH), bool)
+  is_dropped_BT[0, 1:] = True
+  return batch.replace(
+    segment_BT=np.where(is_dropped_BT, 0, batch.segment_BT),
+    weight_BT=np.where(is_dropped_BT, 0, batch.weight_BT),
+  )
+
+
 def counts_of(batch, num_layers, num_mtp):
   """The numbers of a batch that no parameter changes, counted token by token."""
   weight = 0.0
@@ -120,7 +131,7 @@ every_mtp = pytest.mark.parametrize("num_mtp", [0, HEADS])
 def test_a_batch_twice_has_the_same_loss_and_parts(name, scope, num_mtp):
   """Means do not grow with the number of tokens; a sum would double."""
   loss = loss_of(name, num_mtp, scope)
-  sums = sums_of(uneven_batch(0), num_mtp)
+  sums = sums_of(make_batch(), num_mtp)
   once, parts = loss.combine(sums)
   twice, parts_of_two = loss.combine(jax.tree.map(lambda x: 2 * x, sums))
   np.testing.assert_allclose(twice, once, rtol=1e-6)
@@ -158,7 +169,7 @@ def wanted_loss(name, sums, scope):
 @every_scope
 @every_mtp
 def test_the_loss_is_that_of_an_independent_computation(name, scope, num_mtp):
-  sums = sums_of(uneven_batch(0), num_mtp)
+  sums = sums_of(make_batch(), num_mtp)
   total, parts = loss_of(name, num_mtp, scope).combine(sums)
   np.testing.assert_allclose(total, wanted_loss(name, sums, scope), rtol=1e-5)
   assert total == parts["total_loss"]
@@ -169,7 +180,7 @@ def test_the_loss_is_that_of_an_independent_computation(name, scope, num_mtp):
 @every_mtp
 def test_micro_batches_use_the_slopes_of_the_whole_batch(name, scope, num_mtp):
   """What is known before the first backward pass gives each sum its weight in the loss."""
-  batch = uneven_batch(0)
+  batch = make_batch()
   loss = loss_of(name, num_mtp, scope)
   sums = sums_of(batch, num_mtp)
   known = loss.linearization_point(
