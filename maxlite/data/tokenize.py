@@ -8,6 +8,7 @@ continues with the next.
 
 import datetime
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,16 +24,25 @@ from maxlite.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once
+# Of a document on each side of a cut. Ids depend on the text around them, but not on text so far.
+OVERLAP_BYTES = 1 << 11
 _SAVE_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
 _PIECE_OVERHEAD_BYTES = 64  # of the Python objects of a piece
 
+log = logging.getLogger(__name__)
+
 
 class Piece(NamedTuple):
-  """A part of a document of a split; `content` is None after the last part."""
+  """A part of a document of a split; `content` is None after the last part.
+
+  `before` and `after` are up to OVERLAP_BYTES of the document around it.
+  """
 
   split: str
   content: bytes | None
+  before: bytes = b""
+  after: bytes = b""
 
 
 class EncodedPiece(NamedTuple):
@@ -83,21 +93,77 @@ class TextTokenizer:
     self.counts: Counter[str] = Counter()
     self._prefix = np.asarray(tokenizer.prefix_ids, self.dtype)
     self._eos = np.asarray([tokenizer.eos], self.dtype)
+    self._has_warned = False
 
   def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
-    """Yield the ids of consecutive pieces, an entry for each."""
+    """Yield the ids of consecutive pieces, an entry for each: together, those of the document."""
     for batch in _batches(pieces):
-      texts = [piece.content for piece in batch if piece.content is not None]
+      texts = []
+      for piece in batch:
+        if piece.content is not None:
+          # Pieces before and after a cut have the same text around it, so they agree on its ids.
+          texts.append(piece.before and piece.before + _start(piece.content))
+          texts.append(piece.before + piece.content + piece.after)
+          texts.append(piece.after and _end(piece.content) + piece.after)
       remaining_ids = iter(self._tokenizer.encode_batch(texts))
       encoded = []
       for piece in batch:
         is_last = piece.content is None
-        ids = self._eos if is_last else next(remaining_ids)
+        if is_last:
+          ids = self._eos
+        else:
+          around_start, ids, around_end = itertools.islice(remaining_ids, 3)
+          ids = self._cut(piece, around_start, ids, around_end)
         if not is_open:
           ids = np.concatenate([self._prefix, ids])
         encoded.append(EncodedPiece(piece.split, ids, is_last))
         is_open = not is_last
       yield encoded
+
+  def _cut(
+    self, piece: Piece, around_start: np.ndarray, ids: np.ndarray, around_end: np.ndarray
+  ) -> np.ndarray:
+    """Return the ids of a piece, of those of the piece with the text before and after it.
+
+    A cut is in the middle of the ids of the text around it. Encoding this text in pieces instead
+    could give other ids there: a tokenizer may put a space before a text, and may read white space
+    by what follows.
+    """
+    first = 0
+    last = len(ids)
+    if piece.before:
+      first = len(around_start) // 2
+      self._require_same(ids[:first], around_start[:first])
+    if piece.after:
+      rest = around_end[len(around_end) // 2 :]
+      last -= len(rest)
+      self._require_same(ids[last:], rest)
+    return ids[first:last]
+
+  def _require_same(self, ids: np.ndarray, expected: np.ndarray) -> None:
+    if not np.array_equal(ids, expected) and not self._has_warned:
+      self._has_warned = True
+      log.warning(
+        "the ids of a text depend on more than %d bytes around them: where a long document is cut "
+        "into pieces, they differ from those of the whole",
+        OVERLAP_BYTES,
+      )
+
+
+def _start(text: bytes) -> bytes:
+  """Return up to OVERLAP_BYTES from the start of a text in UTF-8, in whole characters."""
+  end = min(OVERLAP_BYTES, len(text))
+  while end < len(text) and text[end] & 0xC0 == 0x80:
+    end -= 1
+  return text[:end]
+
+
+def _end(text: bytes) -> bytes:
+  """Return up to OVERLAP_BYTES from the end of a text in UTF-8, in whole characters."""
+  start = max(len(text) - OVERLAP_BYTES, 0)
+  while start < len(text) and text[start] & 0xC0 == 0x80:
+    start += 1
+  return text[start:]
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -180,8 +246,13 @@ def _pieces(documents: SplitDocuments, dropped: Counter[str]) -> Iterator[Piece]
     if split == "dropped":
       dropped["documents"] += 1
       continue
-    for content in contents:
-      yield Piece(split, content)
+    before = b""
+    content = next(contents, None)
+    while content is not None:
+      following = next(contents, None)
+      yield Piece(split, content, before, _start(following or b""))
+      before = _end(content)
+      content = following
     yield Piece(split, None)
 
 

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from chat_cases import save_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
 from maxlite.data import tokenize
+from maxlite.data.sources import text
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.text import text_documents
 from maxlite.data.token_cache import open_tokens
@@ -222,3 +224,64 @@ def test_progress_names_size_speed_and_remaining_time(tmp_path, monkeypatch, cap
   file = write_jsonl(tmp_path / "a.jsonl", 9)
   open_jsonl(file, ByteTokenizer(""), tmp_path)
   assert "tokenizing: 0 of 0 MB, 0:00:00 left, " in capsys.readouterr().err
+
+
+def spaced_text(size):
+  """Lines, blank lines, indented lines, and a line longer than a piece."""
+  draw = np.random.default_rng(0)
+  words = [
+    "What",
+    "is",
+    "the",
+    "sum?",
+    "It",
+    "is",
+    "five.",
+    "\n",
+    "\n\n",
+    "\n  ",
+    "\n\n\n    ",
+    "é🙂",
+  ]
+  text = "x y " * 2000
+  while len(text) < size:
+    text += draw.choice(words) + " " * int(draw.integers(0, 3))
+  return text
+
+
+@pytest.mark.parametrize("kind", ["", "first", "always", "gpt2"])
+@pytest.mark.parametrize("format_", ["text", "jsonl"])
+def test_pieces_give_the_ids_of_the_whole(tmp_path, monkeypatch, caplog, kind, format_):
+  """Also with a tokenizer that puts a space before a text, and one that looks at what follows."""
+  monkeypatch.setattr(text, "PIECE_BYTES", 6000)
+  monkeypatch.setattr(text, "MAX_PIECE_BYTES", 6000)
+  names = {"bos_token": "<s>", "eos_token": "</s>"}
+  path = save_tokenizer(tmp_path / "tokenizer", kind.replace("gpt2", ""), tokenizer_config=names)
+  tokenizer = HuggingFaceTokenizer(path)
+  whole = spaced_text(60_000)
+  file = tmp_path / "a"
+  file.write_text(whole if format_ == "text" else json.dumps({"text": whole}))
+  read = text_documents if format_ == "text" else jsonl_documents
+  cfg = dataclasses.replace(CFG, dataset_type=format_, eval_fraction=0.0)
+  data = open_tokens(cfg, read, [file], [], TextTokenizer(tokenizer), tmp_path / "cache")
+  ids = np.fromfile(data.train.path, data.train.dtype)
+  expected = tokenizer.encode(whole.encode())
+  num_pieces = sum(1 for document in read(file, "text", 0, 1) for _ in document)
+  assert num_pieces > 8
+  np.testing.assert_array_equal(ids, [*tokenizer.prefix_ids, *expected, tokenizer.eos])
+  assert not [message for message in caplog.messages if "depend on more" in message]
+
+
+def test_a_tokenizer_that_needs_the_whole_text_is_reported(tmp_path, monkeypatch, caplog):
+  """Of a run of one letter, ids depend on where it starts."""
+  monkeypatch.setattr(text, "PIECE_BYTES", 6001)
+  vocabulary = {"a": 0, "aaa": 1, "</s>": 2, "aa": 3}
+  tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "a"), ("aa", "a")]))
+  tokenizer.add_special_tokens(["</s>"])
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  opened = HuggingFaceTokenizer(str(tmp_path / "tokenizer.json"))
+  file = tmp_path / "a.txt"
+  file.write_text("a" * 40_000)
+  cfg = dataclasses.replace(CFG, dataset_type="text", eval_fraction=0.0)
+  open_tokens(cfg, text_documents, [file], [], TextTokenizer(opened), tmp_path / "cache")
+  assert sum("depend on more than 2048 bytes" in message for message in caplog.messages) == 1
