@@ -160,13 +160,13 @@ SOURCES = Registry(
   chat=SourceEntry(
     "maxlite.data.sources:chat_source",
     has_conversations=True,
-    also_reads=_JSON_LINES,
+    also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
   ),
   preference=SourceEntry(
     "maxlite.data.sources:preference_source",
     has_conversations=True,
     has_pairs=True,
-    also_reads=_JSON_LINES,
+    also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
   ),
 )
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows

@@ -398,6 +398,58 @@ def test_prompt_and_completion_form_a_conversation(tmp_path):
   assert read(write_lines(tmp_path, records)) == [conversation] * 3
 
 
+TOOLS_TEMPLATE = (
+  "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}{{ m.role[0] }}:"
+  "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+  "{{ m.content if m.content is defined else '' }}{{ eos_token }}{% endfor %}"
+  "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_rows_of_tables_equal_those_of_json_lines(tmp_path, suffix):
+  """Also with fields that only some messages have, which are null in the others."""
+  pa = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+  parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
+  messages = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "bad", "weight": 0},
+    {"role": "assistant", "content": "It is 2."},
+  ]
+  rows = [{"messages": messages, "tools": json.dumps(TOOLS)}, {"messages": turns("a", "b")}]
+  write_lines(tmp_path / "lines", rows)
+  (tmp_path / "table").mkdir()
+  table = pa.Table.from_pylist(rows)
+  file = tmp_path / "table" / f"a.{suffix}"
+  if suffix == "parquet":
+    parquet.write_table(table, file)
+  else:
+    with pa.ipc.new_stream(str(file), table.schema) as writer:
+      writer.write_table(table)
+  lines = open_with(tmp_path / "lines", TOOLS_TEMPLATE).source
+  read_table = open_with(tmp_path / "table", TOOLS_TEMPLATE).source
+  assert read_table.train.identity == lines.train.identity
+  assert f"1 .{suffix}" in read_table.files
+
+
+def test_share_gpt_and_alpaca_rows_are_conversations(tmp_path):
+  talk = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]
+  records = [
+    {"conversations": [*talk, {"from": "gpt", "value": "b", "weight": 0}]},
+    {"instruction": "a", "input": "", "output": "b"},
+    {"instruction": "a", "input": "x", "output": "b", "history": []},
+  ]
+  conversations = read(write_lines(tmp_path, records))
+  with_system = turns("a", "b", system="s")
+  with_system[2]["weight"] = 0
+  assert conversations == [with_system, turns("a", "b"), turns("a\n\nx", "b")]
+  unknown = {"conversations": [*talk, {"from": "function_call", "value": "{}"}]}
+  with pytest.raises(UserError, match=r"a.jsonl:1: conversations: the 3\. must be"):
+    read(write_lines(tmp_path, [unknown]))
+
+
 @pytest.mark.parametrize(
   ("record", "message"),
   [

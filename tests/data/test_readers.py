@@ -16,7 +16,7 @@ from maxlite.data.sources import bad_rows, jsonl, text
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
-from maxlite.data.sources.tables import parquet_documents
+from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
 
 
@@ -396,3 +396,28 @@ def test_token_files_are_no_text(tmp_path, name, named):
   with pytest.raises(UserError, match="holds numbers, such as token ids") as error:
     expand_paths([str(entry)], "", "dataset_path")
   assert "on_bad_row" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_every_kind_of_strings_is_text(tmp_path, kind, suffix):
+  pa = pytest.importorskip("pyarrow", reason="pyarrow is an extra")
+  parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an extra")
+  texts = ["a", "b", None, "a", "a longer text of many bytes"]
+  column = pa.array(texts)
+  if kind == "dictionary":
+    column = column.dictionary_encode()
+  else:
+    column = column.cast(getattr(pa, kind)())
+  table = pa.table({"number": [1, 2, 3, 4, 5], "text": column})
+  file = tmp_path / f"a.{suffix}"
+  if suffix == "parquet":
+    parquet.write_table(table, file)
+  else:
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+      writer.write_table(table)
+  read = parquet_documents if suffix == "parquet" else arrow_documents
+  bad = []
+  documents = [b"".join(pieces).decode() for pieces in read(file, "text", 0, 1, bad.append)]
+  assert documents == [text for text in texts if text]
+  assert len(bad) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlite.config.errors import UserError
-from maxlite.config.registry import PACKING_STRATEGIES
+from maxlite.config.registry import PACKING_STRATEGIES, SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import (
   DocumentRows,
@@ -203,8 +203,11 @@ def _open_tokens(
   cache_directory: Path,
 ) -> TokenizedData:
   """Open the tokens of both splits; raise UserError if files cannot be read or hold no text."""
-  files, skipped = expand_paths(cfg.dataset_path, suffix, "dataset_path")
-  eval_files, eval_skipped = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  also: tuple[str, ...] = ()
+  if SOURCES.entry(cfg.dataset_type).has_conversations:
+    also = (".parquet", ".arrow")
+  files, skipped = expand_paths(cfg.dataset_path, suffix, "dataset_path", also)
+  eval_files, eval_skipped = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path", also)
   try:
     data = open_tokens(cfg, read, files, eval_files, tokenizer, cache_directory)
   except OSError as error:

@@ -25,7 +25,8 @@ from maxlite.data.sources.chat_template import (
   RenderedText,
   Variables,
 )
-from maxlite.data.sources.jsonl import JsonRow, read_objects
+from maxlite.data.sources.jsonl import JsonRow
+from maxlite.data.sources.tables import read_rows
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
 from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
@@ -77,6 +78,14 @@ _OTHER_MESSAGE_FIELDS = {
   "mask": "write weight: 0 or 1",
   "masked": "write weight: 0 or 1",
   "train_on_turn": "write weight: 0 or 1",
+}
+# The roles of ShareGPT's turns. Its calls of tools are texts of no common form.
+_SHARE_GPT = {
+  "system": "system",
+  "human": "user",
+  "user": "user",
+  "gpt": "assistant",
+  "assistant": "assistant",
 }
 
 
@@ -321,10 +330,11 @@ def chat_documents(
   """Yield (messages, variables, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 
   The first two are JSON. A line has `messages`, or a `prompt` and its `completion`, each a string
-  or a list of messages; and may have `tools` and `chat_template_kwargs`, which are variables of the
+  or a list of messages; or the fields of ShareGPT (`conversations`) or of Alpaca (`instruction`,
+  `input`, `output`). It may have `tools` and `chat_template_kwargs`, which are variables of the
   template. Rejects lines that have neither, by file and line.
   """
-  return convert_rows(read_objects(file, start, stop, reject), _document, reject)
+  return convert_rows(read_rows(file, start, stop, reject), _document, reject)
 
 
 def _document(row: JsonRow) -> Iterator[bytes]:
@@ -397,6 +407,13 @@ def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
   """Return the messages of a line; raise UserError if it has none."""
   if "messages" in record:
     return check_messages(record["messages"], f"{place}: messages")
+  if "conversations" in record:
+    return check_messages(_from_share_gpt(record["conversations"]), f"{place}: conversations")
+  if isinstance(record.get("instruction"), str) and "output" in record:
+    instruction = record["instruction"]
+    if record.get("input"):
+      instruction = f"{instruction}\n\n{record['input']}"
+    record = {"prompt": instruction, "completion": record["output"]}
   if not {"prompt", "completion"} <= set(record):
     raise UserError(
       f"{place}: neither `messages` nor `prompt` and `completion` among {sorted(record)}: write "
@@ -408,6 +425,20 @@ def _messages(place: str, record: Mapping[str, Json]) -> list[Message]:
     if isinstance(value, str):
       value = [{"role": role, "content": value}]
     messages += check_messages(value, f"{place}: {name}")
+  return messages
+
+
+def _from_share_gpt(turns: Json) -> Json:
+  """Return the turns {"from": ..., "value": ...} as messages; anything else unchanged."""
+  if not isinstance(turns, list):
+    return turns
+  messages = []
+  for turn in turns:
+    if isinstance(turn, dict) and turn.get("from") in _SHARE_GPT and "value" in turn:
+      others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+      messages.append({"role": _SHARE_GPT[turn["from"]], "content": turn["value"], **others})
+    else:
+      messages.append(turn)
   return messages
 
 

@@ -54,7 +54,9 @@ class _Listing(NamedTuple):
   is_folder: bool
 
 
-def expand_paths(entries: Iterable[str], suffix: str, key: str) -> ExpandedPaths:
+def expand_paths(
+  entries: Iterable[str], suffix: str, key: str, also: tuple[str, ...] = ()
+) -> ExpandedPaths:
   """Expand entries to files, in order and without duplicates.
 
   A folder yields its visible files with `suffix`, and `stdlib` the sources of Python's library.
@@ -63,6 +65,7 @@ def expand_paths(entries: Iterable[str], suffix: str, key: str) -> ExpandedPaths
     entries: files, folders, globs or URIs.
     suffix: that of the files to read; empty: those of text.
     key: the config key of the entries, for messages.
+    also: further suffixes of files to read.
 
   Raises:
     UserError: an entry yields no file, or one of another format.
@@ -70,11 +73,12 @@ def expand_paths(entries: Iterable[str], suffix: str, key: str) -> ExpandedPaths
   files: dict[DataFile, None] = {}
   skipped: list[DataFile] = []
   for entry in entries:
-    found, others = _expand(entry, suffix)
+    found, others = _expand(entry, suffix, also)
     if not found:
       raise UserError(f"{key}: {entry!r} gives no {_describe_lack(suffix, others)}")
     for file in found:
-      _require_readable(file, suffix, key)
+      if file.suffix not in also:
+        _require_readable(file, suffix, key)
       files[file] = None
     skipped += others
   never_read = [file for file in skipped if file not in files]
@@ -134,7 +138,7 @@ def count_suffixes(files: Iterable[DataFile]) -> str:
   return " and ".join(counts)
 
 
-def _expand(entry: str, suffix: str) -> ExpandedPaths:
+def _expand(entry: str, suffix: str, also: tuple[str, ...] = ()) -> ExpandedPaths:
   """Return the files of an entry with `suffix`, and the other visible ones if it is a folder."""
   if entry == STDLIB:
     files = [] if suffix else _stdlib_sources()
@@ -150,7 +154,9 @@ def _expand(entry: str, suffix: str) -> ExpandedPaths:
     elif _is_hidden(name):
       continue
     else:
-      is_data = _is_read(name, suffix) and not _is_left_over(name, suffix) and not _is_cache(file)
+      is_data = _is_read(name, suffix) or name.endswith(also)
+      if _is_left_over(name, suffix) or _is_cache(file):
+        is_data = False
     if is_data:
       read.append(file)
     else:

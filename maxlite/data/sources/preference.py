@@ -18,7 +18,8 @@ from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat import ChatEncoder, MaskedIds, check_messages, read_variables
 from maxlite.data.sources.chat_template import Message, Variables
-from maxlite.data.sources.jsonl import JsonRow, read_objects
+from maxlite.data.sources.jsonl import JsonRow
+from maxlite.data.sources.tables import read_rows
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
 
@@ -129,7 +130,7 @@ def preference_documents(
   The part is the fraction [start, stop); the first three are JSON. Pairs with one prompt have the
   same first piece, so they are in one split. Rejects lines that are not a pair, by file and line.
   """
-  return convert_rows(read_objects(file, start, stop, reject), _document, reject)
+  return convert_rows(read_rows(file, start, stop, reject), _document, reject)
 
 
 def _document(row: JsonRow) -> Iterator[bytes]:

@@ -6,13 +6,15 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from maxlite.config.errors import UserError
+from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import DataFile
 from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
+from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.sources.text import cut_document
 
 ArrowObject: TypeAlias = Any  # an object of pyarrow, which has no types
@@ -29,7 +31,8 @@ class _Table:
   batches: Iterator[ArrowObject]
 
 
-_OpenTable = Callable[[BinaryIO, str, ExpansionLimit], _Table]
+_OpenTable = Callable[[BinaryIO, str | None, ExpansionLimit], _Table]
+T = TypeVar("T")
 
 
 def _documents(
@@ -47,6 +50,50 @@ def _documents(
     UserError: pyarrow is missing, `file` is damaged or has no strings in `column`, or the strings
       are more than `ExpansionLimit` allows.
   """
+
+  def values(batch: ArrowObject) -> Iterator[str | None]:
+    return (value.as_py() for value in batch.column(column))
+
+  rows = _rows(open_table, kind, file, column, start, stop, values)
+  yield from convert_rows(rows, _document, reject)
+
+
+def read_rows(
+  file: DataFile, start: float, stop: float, reject: Reject = raise_error
+) -> Iterator[JsonRow]:
+  """Yield the rows in the fraction [start, stop) of `file`, of JSON lines, Parquet or Arrow.
+
+  A struct of a table has a null for every field that another row has; these fields are left out.
+
+  Raises:
+    UserError: pyarrow is missing, or `file` is damaged or expands to more than `ExpansionLimit`.
+  """
+  if file.suffix not in _OPEN:
+    yield from read_objects(file, start, stop, reject)
+    return
+
+  def values(batch: ArrowObject) -> Iterator[JsonObject]:
+    return (_without_nulls(row) for row in batch.to_pylist())
+
+  kind = file.suffix.removeprefix(".")
+  for place, record in _rows(_OPEN[file.suffix], kind, file, None, start, stop, values):
+    yield JsonRow(place, record)
+
+
+def _rows(
+  open_table: _OpenTable,
+  kind: str,
+  file: DataFile,
+  column: str | None,
+  start: float,
+  stop: float,
+  values: Callable[[ArrowObject], Iterator[T]],
+) -> Iterator[tuple[str, T]]:
+  """Yield (place, value) of the rows, of which `values` gives those of a batch.
+
+  Args:
+    column: that is read, which must hold strings; None: all columns.
+  """
   try:
     import pyarrow as pa
   except ImportError:
@@ -55,21 +102,30 @@ def _documents(
   try:
     with file.open("rb") as stream:
       table = open_table(stream, column, limit)
-      _require_strings(table.schema, column, file)
+      if column is not None:
+        _require_strings(table.schema, column, file)
       begin = 0
       end = None
       if (start, stop) != (0, 1):
         num_rows = table.count_rows()
         begin = int(num_rows * start)
         end = int(num_rows * stop)
-      values = itertools.islice(_values(table.batches, column, limit), begin, end)
-      numbered = enumerate(values, start=begin + 1)
-      rows = ((f"{file}: row {number}", value.as_py()) for number, value in numbered)
-      yield from convert_rows(rows, _document, reject)
+      selected = itertools.islice(_values(table.batches, values, limit), begin, end)
+      for number, value in enumerate(selected, start=begin + 1):
+        yield f"{file}: row {number}", value
   except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
     raise UserError(
       f"{file}: not a file of dataset_type={kind}, or damaged ({error}): replace it"
     ) from None
+
+
+def _without_nulls(value: Json) -> Json:
+  """Return `value` without the fields of structs that are null."""
+  if isinstance(value, dict):
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+  if isinstance(value, list):
+    return [_without_nulls(inner) for inner in value]
+  return value
 
 
 def _require_strings(schema: ArrowObject, column: str, file: DataFile) -> None:
@@ -79,17 +135,20 @@ def _require_strings(schema: ArrowObject, column: str, file: DataFile) -> None:
     names = sorted(schema.names)
     raise UserError(f"{file}: no column {column!r} among {names}: set text_column")
   kind = schema.field(column).type
-  if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+  value = kind.value_type if pa.types.is_dictionary(kind) else kind
+  is_text = pa.types.is_string(value) or pa.types.is_large_string(value)
+  if not (is_text or pa.types.is_string_view(value)):
     raise UserError(f"{file}: column {column!r} holds {kind}, not strings: set text_column")
 
 
 def _values(
-  batches: Iterator[ArrowObject], column: str, limit: ExpansionLimit
-) -> Iterator[ArrowObject]:
+  batches: Iterator[ArrowObject],
+  values: Callable[[ArrowObject], Iterator[T]],
+  limit: ExpansionLimit,
+) -> Iterator[T]:
   for batch in batches:
-    values = batch.column(column)
-    limit.add(values.nbytes)
-    yield from values
+    limit.add(batch.nbytes)
+    yield from values(batch)
 
 
 def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
@@ -99,7 +158,7 @@ def _document(row: tuple[str, str | None]) -> Iterator[bytes]:
   return cut_document(text.encode())
 
 
-def _open_parquet(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Table:
+def _open_parquet(stream: BinaryIO, column: str | None, limit: ExpansionLimit) -> _Table:
   import pyarrow.parquet as pq
 
   table = pq.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
@@ -108,22 +167,23 @@ def _open_parquet(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Tabl
   # A dictionary holds a value once for many rows. No value is larger than its chunk.
   largest = max(sizes, default=1)
   batch_rows = min(max(limit.max_bytes // largest, 1), _BATCH_ROWS)
-  batches = table.iter_batches(batch_size=batch_rows, columns=[column])
+  columns = None if column is None else [column]
+  batches = table.iter_batches(batch_size=batch_rows, columns=columns)
   return _Table(table.schema_arrow, lambda: table.metadata.num_rows, batches)
 
 
-def _chunk_sizes(metadata: ArrowObject, column: str) -> list[int]:
-  """The size in bytes, decompressed, of the part of a column in each row group."""
+def _chunk_sizes(metadata: ArrowObject, column: str | None) -> list[int]:
+  """The sizes in bytes, decompressed, of the parts of a column (None: all) in each row group."""
   sizes = []
   for group in range(metadata.num_row_groups):
     for n in range(metadata.num_columns):
       chunk = metadata.row_group(group).column(n)
-      if chunk.path_in_schema == column:
+      if column in (None, chunk.path_in_schema):
         sizes.append(chunk.total_uncompressed_size)
   return sizes
 
 
-def _open_arrow(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Table:
+def _open_arrow(stream: BinaryIO, column: str | None, limit: ExpansionLimit) -> _Table:
   """Open Arrow's stream format, or its file format: a stream between two marks."""
   from pyarrow import ipc
 
@@ -139,8 +199,9 @@ def _open_arrow(stream: BinaryIO, column: str, limit: ExpansionLimit) -> _Table:
   limit.check(sizes.num_bytes)
   stream.seek(begin)
   schema = ipc.open_stream(stream).schema
-  # Other columns are not decompressed.
-  options = ipc.IpcReadOptions(included_fields=[max(schema.get_field_index(column), 0)])
+  options = None
+  if column is not None:  # other columns are not decompressed
+    options = ipc.IpcReadOptions(included_fields=[max(schema.get_field_index(column), 0)])
   stream.seek(begin)
   return _Table(schema, lambda: sizes.num_rows, iter(ipc.open_stream(stream, options=options)))
 
@@ -155,3 +216,4 @@ def _require_end(stream: BinaryIO) -> None:
 
 parquet_documents = functools.partial(_documents, _open_parquet, "parquet")
 arrow_documents = functools.partial(_documents, _open_arrow, "arrow")
+_OPEN: dict[str, _OpenTable] = {".parquet": _open_parquet, ".arrow": _open_arrow}
