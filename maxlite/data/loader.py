@@ -229,8 +229,13 @@ class TrainStream:
     self._iterator = prefetch(remaining, cfg.grain_prefetch_buffer_size, cfg.grain_worker_count)
 
   def __next__(self) -> HostBatch:
-    batch = Batch(**next(self._iterator))
-    self._num_taken += 1
+    try:
+      batch = Batch(**next(self._iterator))
+      self._num_taken += 1
+    except KeyboardInterrupt:  # whether the batch was taken is unknown: it is read again
+      self.close()
+      self._start(self._num_taken)
+      raise
     return batch
 
   @property

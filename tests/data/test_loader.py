@@ -157,6 +157,33 @@ def test_a_restored_stream_yields_the_same_batches(tmp_path, kind, num_taken):
   restored.close()
 
 
+class Interrupted:
+  """A stream's iterator, interrupted after it has taken a batch and before it returns it."""
+
+  def __init__(self, iterator):
+    self._iterator = iterator
+
+  def __next__(self):
+    next(self._iterator)
+    raise KeyboardInterrupt
+
+  def close(self):
+    self._iterator.close()
+
+
+def test_an_interrupt_loses_no_batch(tmp_path):
+  cfg = config(tmp_path / "data")
+  expected = taken(cfg, 5)
+  stream = train_stream(cfg)
+  assert_same(take(stream, 2), expected[:2])
+  stream._iterator = Interrupted(stream._iterator)
+  with pytest.raises(KeyboardInterrupt):
+    next(stream)
+  assert stream.state()["num_batches"] == 2
+  assert_same(take(stream, 3), expected[2:])
+  stream.close()
+
+
 @pytest.mark.parametrize(
   ("change", "fix"),
   [
