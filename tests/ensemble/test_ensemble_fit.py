@@ -10,6 +10,7 @@ from trees import assert_equal_leaves
 
 from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.metrics import waits
 
 # The loss of the last one grows from the first step on.
 RATES = (0.1, 0.03, 20.0)
@@ -111,3 +112,12 @@ def test_labels_say_what_differs():
     "m2": "width=3 seed=0",
   }
   assert Ensemble(members[:1], loss).labels == {"m0": ""}
+
+
+def test_what_takes_long_is_reported(monkeypatch, capsys):
+  monkeypatch.setattr(waits, "FIRST_SECONDS", 0.01)
+  ensemble = build()
+  ensemble.step(ensemble.init(BATCH), BATCH)
+  printed = capsys.readouterr().err
+  assert "compiling the initial state of 3 members ... " in printed
+  assert "compiling the step of 3 members (stacked) ... " in printed
