@@ -13,6 +13,7 @@ from maxlite.layers.rope import (
   INTERPOLATIONS,
   apply_rope,
   deinterleave,
+  query_scale,
   rope_tables,
   score_factor,
 )
@@ -282,6 +283,14 @@ def test_longrope_needs_a_factor_for_each_pair():
   cfg = dataclasses.replace(LONGROPE, rope_short_factor=(1.0,))
   with pytest.raises(UserError, match=r"rope_short_factor has 1 numbers, but .* 4 channel pairs"):
     rope_tables(jnp.zeros((1, 4), jnp.int32), NUM_CHANNELS, cfg)
+
+
+def test_queries_grow_with_the_logarithm_of_the_contexts_before_them():
+  cfg = RopeConfig(original_max_position_embeddings=10, query_scaling_beta=0.5)
+  position_BT = np.array([[0, 9, 10, 19, 20, 105]], np.int32)
+  contexts = np.array([[0, 0, 1, 1, 2, 10]])
+  scale_BT = query_scale(position_BT, cfg)
+  np.testing.assert_allclose(scale_BT, 1 + 0.5 * np.log1p(contexts), rtol=1e-6)
 
 
 def test_deinterleave_moves_pairs_to_halves():
