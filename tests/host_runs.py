@@ -11,6 +11,9 @@ from pathlib import Path
 from tiny import KEYS
 from tiny_run import keys_in
 
+from maxlite.config import load_config
+from maxlite.config.model_function import unused_keys
+
 ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "tools/launch/local.py"
 
@@ -51,6 +54,9 @@ class Launch:
     folder.mkdir(parents=True, exist_ok=True)
     self._log = folder / f"launch{time.monotonic_ns()}.txt"
     all_keys = KEYS | keys_in(folder, **keys)
+    model = load_config(arguments_of(all_keys), needs_data=False).model
+    for key in unused_keys(model):  # which a command refuses
+      all_keys.pop(key, None)
     command = [sys.executable, str(LOCAL)]
     command += ["--processes", str(processes)]
     command += ["--devices", str(devices)]

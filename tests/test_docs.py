@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maxlite import convert
 from maxlite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +19,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 CONFIGURED = ("train", "evaluate", "generate", "serve", "plan", "convert")
 # Words of a command line that are not configuration: see maxlite/plan.py and maxlite/convert.py.
-WORDS = {"plan": {"estimate", "phases"}, "convert": {"from_hf", "to_hf", "to_peft", "upcycle"}}
+WORDS = {"plan": {"estimate", "phases"}, "convert": set(convert.COMMANDS)}
 PLACEHOLDER = re.compile(r"\.\.\.|\[key=value|key=value|<|\$\(")
 
 
@@ -49,8 +50,8 @@ def test_commands_of_the_docs_are_valid(page, tmp_path, monkeypatch):
       assert not module.startswith("maxlite.") or importlib.util.find_spec(module), place
       name = module.removeprefix("maxlite.")
       keys = [word for word in words[2:] if word not in WORDS.get(name, ())]
-      if name == "convert" and words[2] in ("from_hf", "to_peft"):
-        keys = keys[1:]  # FOLDER
+      if name == "convert":
+        keys = keys[len(convert.COMMANDS[words[2]]) :]  # its folders
       if name in CONFIGURED:
         check_keys(place, keys)
     elif program in ("python", "bash"):

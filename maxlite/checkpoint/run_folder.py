@@ -24,7 +24,7 @@ from maxlite.config.file_io import (
   read_regular,
   write_atomically,
 )
-from maxlite.config.model_function import sealed_keys
+from maxlite.config.model_function import sealed_keys, unused_keys
 from maxlite.config.object_store import (
   download,
   filesystem,
@@ -260,7 +260,10 @@ class RunFolder:
         del changes[key]
     settings_before = []
     settings_now = []
+    unused = unused_keys(build(ModelConfig, saved)) & unused_keys(build(ModelConfig, values))
     for name in self._fixed_keys(changes):
+      if name in unused:  # of layers that the model does not have
+        continue
       old, new = changes[name]
       settings_before.append(f"{name}={show(old)}")
       settings_now.append(f"{name}={show(new)}")

@@ -127,7 +127,7 @@ def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyVal
   bases = _joined(files.bases)
   own = _joined(files.own)
   typed = line.typed
-  _check_settings([*bases, *own, *typed])
+  check_settings([*bases, *own, *typed])
   preset = _chosen_preset([*files.bases, *files.own], typed)
   execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
   structure = [setting for setting in preset if setting.name not in EXECUTION_KEYS]
@@ -179,7 +179,7 @@ def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:
   refuse_code(refused)
 
 
-def _check_settings(settings: Sequence[Setting]) -> None:
+def check_settings(settings: Sequence[Setting]) -> None:
   """Raise the mistakes in all settings at once, except choices that plug-ins may add."""
   has_plugins = any(setting.name == "plugins" and setting.raw for setting in settings)
   beside = {setting.name: show(setting.raw) for setting in settings}

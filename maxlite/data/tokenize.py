@@ -8,7 +8,6 @@ continues with the next.
 
 import datetime
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxlite.config.errors import write_line
+from maxlite.config.errors import get_logger, write_line
 from maxlite.data.partial_files import PartialFiles
 from maxlite.data.split import SplitDocuments
 from maxlite.data.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ _SAVE_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
 _PIECE_OVERHEAD_BYTES = 64  # of the Python objects of a piece
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Piece(NamedTuple):

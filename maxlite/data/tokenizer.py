@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import tokenizers
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, get_logger
 from maxlite.config.file_io import MAX_JSON_BYTES, read_regular
 from maxlite.config.object_store import local_tokenizer
 from maxlite.config.registry import TOKENIZERS
@@ -35,7 +34,7 @@ _BYTE_BOS = "<|begin_of_text|>"
 _BYTE_EOS = "<|end_of_text|>"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte of a text that the vocabulary cannot spell
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Tokenizer(Protocol):

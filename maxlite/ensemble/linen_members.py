@@ -444,8 +444,9 @@ class _LinenLoss(LossFunction):
     metrics: Mapping[str, jax.Array] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
       loss, metrics = result
-    check_scalars({"loss": loss}, place)
-    check_unreserved(metrics, _STEP_METRICS, place)
+    model = f"the model {type(self.model).__name__}"
+    check_scalars({"loss": loss}, model)
+    check_unreserved(metrics, _STEP_METRICS, model)
     return (loss, dict(metrics)), _without(updated, self.sown)
 
   def combine(

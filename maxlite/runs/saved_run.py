@@ -8,14 +8,22 @@ from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
 from maxlite.config.command_line import CommandLine, without_files
 from maxlite.config.errors import UserError
+from maxlite.config.load import check_settings
 from maxlite.config.object_store import AnyPath, join, to_path
 from maxlite.config.read_keys import check_typed
+from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import flatten
+
+_NAMES = ("run_name", "base_output_directory", "member", "trust_plugins")
 
 
 def main_run_config(argv: Sequence[str], program: str) -> Config:
   """`main_config` for entry points that read a saved run: `config_of_run`, with this process."""
-  cfg = main_config(argv, program, needs_data=False)
+  with exit_on_user_error(program):
+    named = list(argv)  # for --help
+    if CommandLine.split(argv).help is None:
+      named = _naming(argv)
+  cfg = main_config(named, program, needs_data=False)
   with exit_on_user_error(program):
     return dataclasses.replace(config_of_run(argv, program), hosts=cfg.hosts)
 
@@ -48,7 +56,7 @@ def config_of_run(argv: Sequence[str], command: str = "") -> Config:
     UserError: there is no such run or member, it has no checkpoint, or a key would change its
       model's shape or is not read.
   """
-  named = load_config(argv, needs_data=False)
+  named = load_config(_naming(argv), needs_data=False)
   folder = run_folder(named)
   name = named.run.member
   if not folder.config.exists():
@@ -64,6 +72,17 @@ def config_of_run(argv: Sequence[str], command: str = "") -> Config:
   if command:
     check_typed(command, CommandLine.split(argv).typed, cfg, saved)
   return cfg
+
+
+def _naming(argv: Sequence[str]) -> list[str]:
+  """The arguments of `argv` that name the run and this machine; others depend on the run's keys."""
+  line = CommandLine.split(argv)
+  check_settings(line.typed)
+  named = [str(file) for file in line.files]
+  for setting in line.typed:
+    if setting.name in _NAMES or setting.name in MACHINE_KEYS:
+      named.append(f"--{setting.name}={setting.raw}")
+  return named
 
 
 def check_saved(folder: RunFolder, cfg: Config) -> None:

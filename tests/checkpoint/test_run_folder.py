@@ -154,6 +154,17 @@ def test_a_trained_run_keeps_its_function_unless_changes_are_allowed(folder, key
     folder.config_changes(changed | {"allow_changes": ("steps",)})
 
 
+def test_keys_of_layers_that_the_model_does_not_have_may_change(folder):
+  def dense(**keys):
+    return load_config(["decoder_block=llama", *(f"{key}={value}" for key, value in keys.items())])
+
+  folder.save_config(dense(), None)
+  folder.metrics.write_text("{}\n")
+  assert folder.config_changes(flatten(dense(num_experts=4))) == {"num_experts": (8, 4)}
+  with pytest.raises(UserError, match="base_mlp_dim=1024"):
+    folder.config_changes(flatten(dense(base_mlp_dim=64)))
+
+
 def test_the_scale_of_adapters_is_part_of_the_function(tmp_path):
   for rank, is_refused in ((0, False), (4, True)):
     folder = RunFolder(tmp_path / str(rank))

@@ -92,8 +92,9 @@ STACKS = """
 import time
 from maxlite.config.errors import prepare_process
 prepare_process("maxlite.train")
-def working(): time.sleep(60)
-print("ready", flush=True)
+def working():
+  print("ready", flush=True)
+  time.sleep(60)
 working()
 """
 

@@ -25,6 +25,7 @@ from maxlite.data.packing import pad_row
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.models import Decoder
 from maxlite.runs.evaluate_run import run_evaluation
+from maxlite.training.model_folders import check_model_folders
 from maxlite.training.trainer import build_trainer
 
 PAIRS = {
@@ -358,5 +359,10 @@ def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   ids=str,
 )
 def test_mistakes_are_one_line(keys, message):
+  def build():
+    cfg = config_of(**DENSE | ADAPTERS | PAIRS | keys)
+    check_model_folders(cfg)  # as a command does before it imports JAX
+    build_trainer(cfg, jax.devices()[:1])
+
   with pytest.raises(UserError, match=re.escape(message)):
-    build_trainer(config_of(**DENSE | ADAPTERS | PAIRS | keys), jax.devices()[:1])
+    build()

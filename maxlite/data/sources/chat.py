@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import json
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, get_logger
 from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
@@ -32,7 +31,7 @@ from maxlite.data.tokenize import EncodedPiece, Piece
 from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
 from maxlite.data.tokenizer_config import read_template
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers

@@ -5,7 +5,7 @@ They run on the mesh of the trained model, in its step.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -33,25 +33,28 @@ class FrozenModel:
 class FrozenModels(StepTransform):
   """The frozen models of a run, whose parameters are read on first use."""
 
-  def __init__(self, name: str, cfg: Config, mesh: Mesh, folders: Sequence[ModelFolder]):
+  def __init__(
+    self, name: str, cfg: Config, mesh: Mesh, find: Callable[[Config], Sequence[ModelFolder]]
+  ):
     """
     Args:
       name: of the models' parameters among the inputs of a step, a tuple with a tree for each.
       cfg: the config of the run.
       mesh: the mesh of the run, over which they are sharded.
-      folders: the folder of each model.
+      find: returns the folder of each model. Generation of text, for example, needs none of them,
+        so that a run can be opened where they are not.
     """
     self._name = name
     self._cfg = cfg
     self._mesh = mesh
-    self._folders = folders
+    self._find = find
 
   @functools.cached_property
   def models(self) -> list[FrozenModel]:
     """The models. Raises UserError if one cannot be read, or does not fit the mesh."""
     models = []
     devices = list(self._mesh.devices.flat)
-    for folder in self._folders:
+    for folder in self._find(self._cfg):
       weights, stored = open_weights_of(folder, self._cfg, devices)
       trainer = stored
       # float32 holds the values of bfloat16, so that the smaller type of the two is kept.

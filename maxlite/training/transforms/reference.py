@@ -118,9 +118,8 @@ def build_reference(request: TransformRequest) -> Reference | None:
   cfg = request.cfg
   if not any(loss in PREFERENCE_LOSSES for loss in losses_of(cfg)):
     return None
-  folders = reference_folders(cfg)
-  if folders:
-    return Reference(cfg, FrozenModels(REFERENCE, cfg, request.mesh, folders))
+  if cfg.training.reference_path:
+    return Reference(cfg, FrozenModels(REFERENCE, cfg, request.mesh, reference_folders))
   for phase in phases_of(cfg):
     if phase.loss in PREFERENCE_LOSSES:
       _require_adapters_only(phase, request.params)

@@ -19,7 +19,7 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
-from maxlite.training.model_folders import teacher_folders
+from maxlite.training.model_folders import losses_of, teacher_folders
 from maxlite.training.objective import Objective
 from maxlite.training.trainer import Trainer
 from maxlite.training.transforms.frozen_models import FrozenModels
@@ -45,10 +45,9 @@ class Teacher(FrozenModels):
 
 def build_teacher(request: TransformRequest) -> Teacher | None:
   """The teacher of a run with a loss that follows one; an entry of STEP_TRANSFORMS."""
-  folders = teacher_folders(request.cfg)
-  if not folders:
+  if not any(loss in TAUGHT_LOSSES for loss in losses_of(request.cfg)):
     return None
-  return Teacher(TEACHER, request.cfg, request.mesh, folders)
+  return Teacher(TEACHER, request.cfg, request.mesh, teacher_folders)
 
 
 def teacher_of(trainer: Trainer) -> Teacher | None:
