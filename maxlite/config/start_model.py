@@ -35,13 +35,17 @@ def keys_of_run(folder: Path) -> dict[str, KeyValue]:
   """{key: value} that a run takes from the run in `folder`: of its model and its tokenizer."""
   values = read_values(folder / "config.yml")
   model = build(ModelConfig, values)
-  keys = function_keys(model)
-  names = ["decoder_block", "scan_layers", "dtype", "weight_dtype", "tokenizer_type", *OWNED_KEYS]
+  keys = {}
+  for name, value in function_keys(model).items():
+    if name not in ADDED_MODULES or value:
+      keys[name] = value
+  names = ["decoder_block", "scan_layers", "dtype", "weight_dtype"]
+  names += ["tokenizer_type", "add_bos", *OWNED_KEYS]
   if model.lora.lora_rank:
     names += _ADAPTERS
-  return {name: value for name, value in keys.items() if name not in ADDED_MODULES or value} | {
-    name: values[name] for name in names
-  }
+  for name in names:
+    keys[name] = values[name]
+  return keys
 
 
 def start_values(values: Mapping[str, KeyValue]) -> dict[str, KeyValue]:

@@ -25,7 +25,7 @@ EXECUTION_KEYS = ("dtype", "remat_policy")
 MODEL_FILE = "model.yml"  # in the folder of an imported run: the keys of its model
 _MARKS_OF_RUNS = ("checkpoints", "members", "metrics.jsonl", MODEL_FILE)  # in run folders
 _MODEL_KEYS = {name for name, key in KEYS.items() if key.field.shapes_model}
-_MODEL_KEYS |= flatten(ModelConfig()).keys()
+_MODEL_KEYS |= flatten(ModelConfig()).keys() | {"add_bos"}
 
 
 def read_file(path: AnyPath, referrer: str, *, follows_links: bool = False) -> list[Setting]:

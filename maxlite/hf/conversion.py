@@ -59,6 +59,8 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.training.model_weights import checkpoint_step
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")
+# Keys that training takes from the import if it sets them.
+CHOSEN = ("dtype", "weight_dtype", "add_bos")
 
 
 def run_conversion(command: str, folders: Sequence[str], argv: Sequence[str]) -> int:
@@ -373,9 +375,11 @@ def _write_run(
   folder: RunFolder, cfg: Config, fixed: Sequence[str], params: Mapping[str, ChunkedArray]
 ) -> None:
   """Write a run that starts from `params` and keeps the keys `fixed`, whatever files set later."""
-  copy_tokenizer(flatten(cfg), folder.directory)
+  values = flatten(cfg)
+  copy_tokenizer(values, folder.directory)
   save_resolved(cfg, folder.config)
-  save_keys(cfg, fixed, folder.model)
+  chosen = [name for name in CHOSEN if values[name] != DEFAULTS[name] and name not in fixed]
+  save_keys(cfg, [*fixed, *chosen], folder.model)
   write_parameters(folder.checkpoints.absolute() / "0", params, cfg.model)
 
 

@@ -47,6 +47,7 @@ def start(runs, *argv, name="new"):
 def parent(runs):
   tokenizer = f"tokenizer_path={runs.parent}/source/tokenizer.json"
   model = ["decoder_block=qwen3", "base_emb_dim=48", "rope_max_timescale=777", "dtype=bfloat16"]
+  model += ["add_bos=false"]
   write_run(runs, "parent", *model, "tokenizer_type=huggingface", tokenizer)
   return runs / "parent"
 
@@ -59,6 +60,7 @@ def test_a_run_takes_model_tokenizer_and_dtype_of_the_run_it_starts_from(runs, p
     assert cfg.model.base_emb_dim == 48  # configs/base.yml sets another
     assert cfg.model.rope.rope_max_timescale == 777
     assert cfg.model.dtype == "bfloat16"
+    assert cfg.data.add_bos == "false"
     assert cfg.data.tokenizer_path == f"{parent}/tokenizer/tokenizer.json"
 
 
