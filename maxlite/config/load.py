@@ -31,6 +31,10 @@ from maxlite.config.yaml_files import (
 )
 
 _MAX_SUGGESTIONS = 50  # a search for a similar key takes a millisecond
+# The layers that are read in folders of models.
+_START = "start model"
+_IMPORT = "imported model"
+_OF_FOLDERS = (_START, _IMPORT)
 _MAPPING = "config"  # the source of settings from `load_config(config=...)`
 
 
@@ -55,6 +59,7 @@ def load_config(
   defaults: Mapping[str, KeyValue] = DEFAULTS,
   needs_data: bool = True,
   command: str = "",
+  names_only: bool = False,
 ) -> Config:
   """The checked config of `argv` (without the program's name).
 
@@ -63,12 +68,13 @@ def load_config(
     defaults: typed values of all keys; a run's `read_saved`, to change some of its keys.
     needs_data: whether the files of data and of the tokenizer must exist.
     command: the one that must read all typed keys (`READ_KEYS`); empty: they are not checked.
+    names_only: whether the config only names a run, whose model is not read.
 
   Raises:
     UserError: one line with the source, key, rule and fix.
   """
   line = CommandLine.split(argv)
-  resolved = _resolve(line, config, defaults, needs_data)
+  resolved = _resolve(line, config, defaults, needs_data, names_only)
   if command:
     check_typed(command, line.typed, resolved)
   return resolved
@@ -93,10 +99,16 @@ def main_config(
 
 
 def _resolve(
-  line: CommandLine, config: object, defaults: Mapping[str, KeyValue], needs_data: bool
+  line: CommandLine,
+  config: object,
+  defaults: Mapping[str, KeyValue],
+  needs_data: bool,
+  names_only: bool,
 ) -> Config:
   settings: list[Setting] = []
   for layer in read_layers(line, config, defaults):
+    if names_only and layer.name in _OF_FOLDERS:
+      continue
     settings.extend(layer.settings)
   _refuse_code_of_runs(settings)
   plugins = import_plugins(settings)
@@ -138,8 +150,8 @@ def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyVal
     Layer("base_config", bases),
     Layer("file", own),
     Layer("preset", structure),
-    Layer("start model", start),
-    Layer("imported model", imported),
+    Layer(_START, start),
+    Layer(_IMPORT, imported),
     Layer("key=value", line.assignments),
     Layer("--key=value", line.flags),
   ]

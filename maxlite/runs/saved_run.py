@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
 from maxlite.config.command_line import CommandLine, without_files
-from maxlite.config.errors import UserError
+from maxlite.config.errors import UserError, prepare_process
 from maxlite.config.load import check_settings
 from maxlite.config.object_store import AnyPath, join, to_path
 from maxlite.config.read_keys import check_typed
@@ -19,13 +19,12 @@ _NAMES = ("run_name", "base_output_directory", "member", "trust_plugins")
 
 def main_run_config(argv: Sequence[str], program: str) -> Config:
   """`main_config` for entry points that read a saved run: `config_of_run`, with this process."""
+  prepare_process(program)
   with exit_on_user_error(program):
-    named = list(argv)  # for --help
-    if CommandLine.split(argv).help is None:
-      named = _naming(argv)
-  cfg = main_config(named, program, needs_data=False)
-  with exit_on_user_error(program):
-    return dataclasses.replace(config_of_run(argv, program), hosts=cfg.hosts)
+    if CommandLine.split(argv).help is not None:
+      main_config(argv, program)  # prints it, and exits
+    named = load_config(_naming(argv), needs_data=False, names_only=True)
+    return dataclasses.replace(config_of_run(argv, program), hosts=named.hosts)
 
 
 def run_folder(cfg: Config) -> RunFolder:
@@ -56,7 +55,7 @@ def config_of_run(argv: Sequence[str], command: str = "") -> Config:
     UserError: there is no such run or member, it has no checkpoint, or a key would change its
       model's shape or is not read.
   """
-  named = load_config(_naming(argv), needs_data=False)
+  named = load_config(_naming(argv), needs_data=False, names_only=True)
   folder = run_folder(named)
   name = named.run.member
   if not folder.config.exists():
