@@ -19,8 +19,11 @@ LOCAL = ROOT / "tools/launch/local.py"
 
 
 def arguments_of(keys: dict[str, object]) -> list[str]:
-  """Arguments of a command line that set config keys."""
-  return [f"{name}={value}" for name, value in keys.items()]
+  """Arguments of a command line that set config keys, except of layers that the model lacks."""
+  arguments = {name: f"{name}={value}" for name, value in keys.items()}
+  for name in unused_keys(load_config([*arguments.values()], needs_data=False).model):
+    arguments.pop(name, None)  # a command refuses it
+  return [*arguments.values()]
 
 
 def children(process: int) -> list[int]:
@@ -54,9 +57,6 @@ class Launch:
     folder.mkdir(parents=True, exist_ok=True)
     self._log = folder / f"launch{time.monotonic_ns()}.txt"
     all_keys = KEYS | keys_in(folder, **keys)
-    model = load_config(arguments_of(all_keys), needs_data=False).model
-    for key in unused_keys(model):  # which a command refuses
-      all_keys.pop(key, None)
     command = [sys.executable, str(LOCAL)]
     command += ["--processes", str(processes)]
     command += ["--devices", str(devices)]

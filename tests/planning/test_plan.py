@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_runs import arguments_of
 from tiny import KEYS, config_of, mesh_keys
 
 from maxlite.planning.hlo_cost import matmul_flops
@@ -24,9 +25,11 @@ def plan(arguments):
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
     environment.pop(name, None)
-  keys = [f"{key}={value}" for key, value in KEYS.items()]
+  chosen = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+  keys = arguments_of(KEYS | chosen)
+  words = [argument for argument in arguments if "=" not in argument]
   result = subprocess.run(
-    [sys.executable, "-m", "maxlite.plan", *keys, *arguments],
+    [sys.executable, "-m", "maxlite.plan", *keys, *words],
     env=environment,
     capture_output=True,
     text=True,

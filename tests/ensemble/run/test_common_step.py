@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from host_runs import arguments_of
 from test_ensemble_run import KEYS, TINY, checksums, rows_of
 from tiny_run import keys_in
 
@@ -79,7 +80,7 @@ def command(folder: Path) -> list[str]:
   keys |= {"checkpoint_period": 1, "max_num_checkpoints_to_keep": 1, "eval_interval": STEPS}
   keys |= {"ensemble_strategy": "stacked", "members": f"[{members}]"}
   keys |= {"ici_ensemble_parallelism": 1, "per_device_batch_size": 8}
-  return [sys.executable, "-m", "maxlite.train", *(f"{key}={value}" for key, value in keys.items())]
+  return [sys.executable, "-m", "maxlite.train", *arguments_of(keys)]
 
 
 def saved_steps(folder: Path) -> list[set[int]]:
