@@ -22,7 +22,9 @@ Keys are flat. Write `key: value` in a YAML file, `key=value` or `--key=value` o
 (`--key` and `--nokey` for true and false). Later sources override earlier ones: the defaults below,
 the `base_config` chain of each file, the files from left to right, the preset that `model_name`
 selects, `key=value`, `--key=value`. The saved config of a run, `config.yml`, is taken as it is,
-without its preset. A file may also be Python ([below](#configs-in-python)).
+without its preset. A key on the command line is obeyed or refused: one that a command does not
+read, or that has no effect beside the others, is an error; files may have more keys, for several
+commands. A file may also be Python ([below](#configs-in-python)).
 
 Keys marked * are fixed for the lifetime of a run folder, because its weights depend on them. Keys
 marked † name code, or places of this machine: the config of a run folder does not set them for the
