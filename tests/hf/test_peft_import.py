@@ -140,6 +140,8 @@ def products_of(folder):
     if "/lora_a/" in path:
       a = np.asarray(leaf)
       b = np.asarray(leaves[path.replace("/lora_a/", "/lora_b/")])
+      if "layers" not in path:  # such as the projection to embeddings of every layer
+        a, b = a[None], b[None]
       equation = "nir,nro->nio"
       if "/moe/lora_a/" in path:  # also stacked by experts
         equation = "neir,nero->neio"
