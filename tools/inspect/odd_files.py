@@ -122,7 +122,7 @@ def outcome(use: Callable[[Path], object], run: Path) -> str:
       use(run)
   except (UserError, CheckpointWriteError) as error:
     output.write(str(error))
-  except Exception as error:
+  except Exception as error:  # of any kind: each is a finding of this tool
     frames = [each for each in traceback.extract_tb(error.__traceback__) if "maxlite" in each[0]]
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
     return f"{type(error).__name__} at {place}: {str(error)[:100]!r}"

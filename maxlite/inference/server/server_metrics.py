@@ -105,7 +105,7 @@ class CountRequests:
 
     try:
       await self._app(scope, receive, send_counted)
-    except Exception:
+    except Exception:  # of any kind: it is counted and raised again
       if not status:  # Starlette answers it, outside of this middleware
         self._metrics.requests.labels(path, "500").inc()
       raise
