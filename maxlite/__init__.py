@@ -48,7 +48,7 @@ sys.modules[__name__].__class__ = _Package
 def __getattr__(name: str) -> Any:
   if name not in _MODULES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  importlib.import_module("maxlite.config.libtpu_environment").quiet_libtpu()  # before JAX
+  importlib.import_module("maxlite.libtpu_environment").quiet_libtpu()  # before JAX
   return getattr(importlib.import_module(_MODULES[name]), name)
 
 

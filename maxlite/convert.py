@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from maxlite.config import exit_on_user_error, load_config
+from maxlite.config import load_config
 from maxlite.config.argument_mistakes import check_arguments
 from maxlite.config.command_line import help_text
-from maxlite.config.errors import UserError, prepare_process
+from maxlite.errors import UserError, exit_on_user_error, prepare_process
 from maxlite.runs.saved_run import config_of_run
 
 USAGE = """\

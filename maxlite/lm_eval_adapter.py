@@ -24,13 +24,13 @@ except ImportError as error:
   message = f"maxlite.lm_eval_adapter needs {error.name}: pip install 'maxlite[lm_eval]'"
   raise (SystemExit if __name__ == "__main__" else ImportError)(message) from None
 
-from maxlite.config import Config, UserError, exit_on_user_error, read_values
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.config import Config, read_values
 from maxlite.config.schema import DEFAULTS, DataConfig, build
 from maxlite.data.batch import Batch, DeviceBatch
 from maxlite.data.packing import pad_row
 from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary
+from maxlite.errors import UserError, exit_on_user_error
 from maxlite.evaluation.document_losses import row_sums
 from maxlite.hf.hf_folder import read_config
 from maxlite.hf.hf_tokenizer import tokenizer_keys
@@ -40,6 +40,7 @@ from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
+from maxlite.storage.json_values import Json, JsonObject
 
 _MIN_LENGTH = 16  # rows are padded to this length, or to the next power of two
 _CHUNK_TOKENS = 2048

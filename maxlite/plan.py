@@ -8,9 +8,10 @@ python -m maxlite.plan configs/alternating/router.yml phases  # the schedule of 
 import os
 import sys
 
-from maxlite.config import exit_on_user_error, main_config
+from maxlite.config import main_config
 from maxlite.config.command_line import USAGE
-from maxlite.config.libtpu_environment import NO_TPU_ENVIRONMENT
+from maxlite.errors import exit_on_user_error
+from maxlite.libtpu_environment import NO_TPU_ENVIRONMENT
 from maxlite.planning.topology import parse_topology
 from maxlite.training.model_folders import check_model_folders
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from maxlite.config import exit_on_user_error
+from maxlite.errors import exit_on_user_error
 from maxlite.inference.server.address import listen, read_api_key
 from maxlite.runs.saved_run import main_run_config
 

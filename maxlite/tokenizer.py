@@ -6,13 +6,13 @@ The data are those that `maxlite.train` reads with the same arguments, without w
 import sys
 from pathlib import Path
 
-from maxlite.config import UserError, exit_on_user_error, main_config
+from maxlite.config import main_config
 from maxlite.config.command_line import USAGE, CommandLine
-from maxlite.config.errors import write_line
 from maxlite.config.load import read_layers
 from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS
 from maxlite.config.values import Setting, parse
+from maxlite.errors import UserError, exit_on_user_error, write_line
 from maxlite.runs.saved_run import token_cache
 
 _USAGE = f"""{USAGE}

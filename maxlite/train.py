@@ -3,9 +3,10 @@
 import gc
 import sys
 
-from maxlite.config import exit_on_user_error, main_config
+from maxlite.config import main_config
 from maxlite.config.schema import flatten
 from maxlite.config.values import EPOCH_KEYS
+from maxlite.errors import exit_on_user_error
 from maxlite.runs.saved_run import run_folder
 from maxlite.training.model_folders import check_model_folders
 

@@ -78,7 +78,7 @@ def gcs_bucket(gcs_server: str) -> str:
 
 
 def _new_bucket(scheme: str) -> str:
-  from maxlite.config.object_store import filesystem
+  from maxlite.storage.object_store import filesystem
 
   uri = f"{scheme}{uuid.uuid4().hex}"
   filesystem(uri).mkdir(uri)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from maxlite import Callback
 from maxlite.config.model_families import MODELS, ModelFamily
-from maxlite.config.registry import CALLBACKS, PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
 from maxlite.layers.moe.expert_choice import topk_softmax
+from maxlite.registry import CALLBACKS, PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
 from maxlite.training.loss import NEXT_TOKEN, next_token
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlite.config import Config, UserError, load_config
-from maxlite.config.json_values import Json
+from maxlite.config import Config, load_config
 from maxlite.config.python_values import is_mapping
 from maxlite.config.schema import flatten
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json
 
 
 def change_config(

@@ -3,12 +3,12 @@
 from ml_collections import ConfigDict
 
 from maxlite.api.arguments import change_config
-from maxlite.config import UserError
 from maxlite.config.config_field import KeyValue
 from maxlite.config.python_values import MODEL_NAME
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.saved import public_values
 from maxlite.config.values import SECRETS, Setting, find_key
+from maxlite.errors import UserError
 
 
 class FullConfigDict(ConfigDict):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxlite.api.arguments import change_config
-from maxlite.config import UserError
 from maxlite.config.config_field import KeyValue
+from maxlite.errors import UserError
 
 if TYPE_CHECKING:  # they import JAX
   from maxlite.api.trained_run import Run

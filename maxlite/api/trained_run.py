@@ -12,16 +12,16 @@ from jax.typing import ArrayLike
 
 from maxlite.api.arguments import to_arguments
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError, load_config, read_saved
+from maxlite.config import Config, load_config, read_saved
 from maxlite.config.command_line import CommandLine
 from maxlite.config.config_field import KeyValue
-from maxlite.config.json_values import JsonObject
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.read_keys import check_typed
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
 from maxlite.data.batch import Batch, HostBatch, checked_batch
 from maxlite.ensemble.run_members import train_members_of
+from maxlite.errors import UserError
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import Row, step_row
@@ -32,6 +32,7 @@ from maxlite.runs.run import train_model
 from maxlite.runs.saved_run import check_saved, run_folder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
 from maxlite.training.transforms.alternating_phases import phase_plan_of

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 # By the size of an element; one of 8 bytes is two of 4.

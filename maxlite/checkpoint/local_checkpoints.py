@@ -29,12 +29,12 @@ import numpy as np
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.manifest import seal_manifest, verify_manifest
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import MAX_JSON_BYTES, open_regular
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import CheckpointConfig
 from maxlite.distributed.object_collectives import all_gather_object, broadcast_bytes, shift_bytes
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.file_io import MAX_JSON_BYTES, open_regular
+from maxlite.storage.json_values import Json, JsonObject
 
 _FILE = re.compile(r"(\d{1,18})-(\w+)-(\w+)\.(slices|\d+\.tmp)", re.ASCII)
 # A damaged file raises any error of JSON, Unicode or the file system.

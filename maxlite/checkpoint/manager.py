@@ -44,17 +44,17 @@ from maxlite.checkpoint.orbax_object_store import (
 )
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
 from maxlite.checkpoint.run_folder import RUN_ID, step_of
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import MAX_JSON_BYTES, require_regular_files
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import sealed_keys
-from maxlite.config.object_store import AnyPath, is_remote, to_path
 from maxlite.config.raw_values import show
 from maxlite.config.schema import CheckpointConfig, ModelConfig
 from maxlite.distributed.initialize import barrier
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.errors import UserError
 from maxlite.layers.lora import drop_missing_modules
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.file_io import MAX_JSON_BYTES, require_regular_files
+from maxlite.storage.json_values import Json, JsonObject
+from maxlite.storage.object_store import AnyPath, is_remote, to_path
 
 TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 # The files of a checkpoint that Orbax reads as a whole.

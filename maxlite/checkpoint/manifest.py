@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.storage.json_values import Json, JsonObject
 
 Manifest: TypeAlias = JsonObject  # {"body": {"leaves": ..., "data": ...}, "sha256": digest}
 

@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from maxlite.config.errors import get_logger
+from maxlite.errors import get_logger
 
 get_logger("absl")  # Orbax logs the content of damaged files
 CHUNK_BYTES = 32 << 20  # size of the chunks of an array on disk

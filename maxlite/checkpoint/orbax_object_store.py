@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import orbax.checkpoint as ocp
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
-from maxlite.config.object_store import AnyPath, filesystem, list_names, repeated, store_errors
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
+from maxlite.storage.object_store import AnyPath, filesystem, list_names, repeated, store_errors
 
 try:
   from orbax.checkpoint._src.path import gcs_utils

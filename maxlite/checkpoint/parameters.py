@@ -22,11 +22,11 @@ from maxlite.checkpoint.manager import PARAMS
 from maxlite.checkpoint.manifest import Manifest, manifest_leaves, seal_manifest
 from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
 from maxlite.checkpoint.repeated_read import first_line, is_environment_error
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.config.model_function import sealed_keys
-from maxlite.config.object_store import AnyPath
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
+from maxlite.storage.object_store import AnyPath
 
 METADATA = "_CHECKPOINT_METADATA"
 _MAX_REASON = 200  # characters in a message

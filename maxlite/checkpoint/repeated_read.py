@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from maxlite.config.errors import UserError
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.errors import UserError
 
 T = TypeVar("T")
 _PAUSES = (0.1, 0.5, 1.0, 2.0)  # between reads [s]

@@ -14,18 +14,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from maxlite.config import tokenizer_files
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError, printable
-from maxlite.config.file_io import (
+from maxlite.config.model_function import sealed_keys, unused_keys
+from maxlite.config.phases import without_data
+from maxlite.config.raw_values import show
+from maxlite.config.rules.violation import ENSEMBLE_KEYS
+from maxlite.config.saved import differences, read_values, save_resolved
+from maxlite.config.schema import KEYS, ModelConfig, Section, build, flatten
+from maxlite.config.yaml_files import MODEL_FILE, read_file
+from maxlite.errors import UserError, printable
+from maxlite.storage import tokenizer_files
+from maxlite.storage.file_io import (
   MAX_CONFIG_BYTES,
   irregularity,
   open_regular,
   read_regular,
   write_atomically,
 )
-from maxlite.config.model_function import sealed_keys, unused_keys
-from maxlite.config.object_store import (
+from maxlite.storage.object_store import (
   download,
   filesystem,
   is_remote,
@@ -37,12 +43,6 @@ from maxlite.config.object_store import (
   to_path,
   upload,
 )
-from maxlite.config.phases import without_data
-from maxlite.config.raw_values import show
-from maxlite.config.rules.violation import ENSEMBLE_KEYS
-from maxlite.config.saved import differences, read_values, save_resolved
-from maxlite.config.schema import KEYS, ModelConfig, Section, build, flatten
-from maxlite.config.yaml_files import MODEL_FILE, read_file
 
 Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
 _LOCK = ".lock"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from maxlite.config.errors import UserError, raise_all
 from maxlite.config.schema import KEYS
+from maxlite.errors import UserError, raise_all
 
 # absl's flags that print something and exit -> the argument with that meaning.
 _PRINTING = {

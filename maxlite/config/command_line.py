@@ -11,11 +11,11 @@ from absl import flags
 from maxlite import __version__
 from maxlite.config.argument_mistakes import check_arguments
 from maxlite.config.config_flags import take_config_flags
-from maxlite.config.errors import UserError
 from maxlite.config.python_files import PythonFile
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, SECTIONS, SchemaKey
 from maxlite.config.values import Setting, domain, suggest
+from maxlite.errors import UserError
 
 USAGE = """\
 usage: python -m {program} [FILE.yml ...] [key=value ...] [--key=value ...]

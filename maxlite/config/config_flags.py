@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting
+from maxlite.errors import UserError
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)", re.DOTALL)
 

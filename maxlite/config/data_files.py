@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from maxlite.config.registry import SOURCES
+from maxlite.registry import SOURCES
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 _TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}

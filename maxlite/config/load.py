@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError, exit_on_user_error, prepare_process, raise_all
 from maxlite.config.maxtext_answers import answer_key
-from maxlite.config.object_store import is_remote, join, store_errors, to_path
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.raw_values import show
@@ -29,6 +27,8 @@ from maxlite.config.yaml_files import (
   read_preset,
   with_bases,
 )
+from maxlite.errors import UserError, exit_on_user_error, prepare_process, raise_all
+from maxlite.storage.object_store import is_remote, join, store_errors, to_path
 
 _MAX_SUGGESTIONS = 50  # a search for a similar key takes a millisecond
 # The layers that are read in folders of models.

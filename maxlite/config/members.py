@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError, raise_all
-from maxlite.config.object_store import join
 from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import SHARED, check_rules
@@ -25,6 +23,8 @@ from maxlite.config.schema import (
 from maxlite.config.sweep import Point, require_few_members, sweep_points
 from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import EXECUTION_KEYS, read_preset
+from maxlite.errors import UserError, raise_all
+from maxlite.storage.object_store import join
 
 # Keys that a member may set; all others are shared.
 MEMBER_KEYS = {

@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from maxlite.config.config_field import ConfigField, KeyValue
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import SOURCES
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, KEYS, Config, DataConfig
 from maxlite.config.values import Setting, parse_entry, suggest
+from maxlite.errors import UserError
+from maxlite.registry import SOURCES
 
 # Key of an entry -> key of the schema; only in the first entry of a source.
 _DATA_KEYS = {

@@ -1,10 +1,10 @@
 """The keys of a model that determine which function it computes of its weights."""
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.json_values import Json
-from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.schema import ModelConfig, TilesConfig, flatten
 from maxlite.config.schema.training_config import ParametrizationConfig
+from maxlite.registry import GROUP_ROUTERS
+from maxlite.storage.json_values import Json
 
 # Keys of the types in which a model computes, which are the same for all models of a run.
 PRECISION = ("dtype", "quantization", "float32_gate_logits")

@@ -5,10 +5,8 @@ import re
 from collections.abc import Mapping
 
 from maxlite.config.config_field import ConfigField, KeyValue
-from maxlite.config.errors import UserError
 from maxlite.config.mixture import check_mixture, has_pairs, mixture_of
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import DRAFT_LOSSES, LOSSES, PREFERENCE_LOSSES, SOURCES
 from maxlite.config.rules import check_rules
 from maxlite.config.rules.data_rules import SCHEDULE_KEYS
 from maxlite.config.schema import (
@@ -22,6 +20,8 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
+from maxlite.errors import UserError
+from maxlite.registry import DRAFT_LOSSES, LOSSES, PREFERENCE_LOSSES, SOURCES
 
 # Keys of data, or their beginnings, that apply to the whole run.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)

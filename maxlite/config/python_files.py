@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
 from maxlite.config.python_values import is_mapping, mapping_settings
 from maxlite.config.values import Setting
+from maxlite.errors import UserError
 
 _PYTHON = re.compile(r"([^=]*\.py)(?::(.*))?", re.DOTALL)
 _EXAMPLE = "def get_config(): return ml_collections.ConfigDict({'steps': 50})"

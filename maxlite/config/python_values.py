@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw, YamlValueError, show
 from maxlite.config.schema import KEYS
 from maxlite.config.values import SECRETS, Setting
+from maxlite.errors import UserError
 
 MODEL_NAME = "model_name"
 

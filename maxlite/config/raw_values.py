@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import yaml
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 
 class FrozenMapping(Mapping[str, "Raw"]):

@@ -7,12 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import raise_all
 from maxlite.config.members import members_of
 from maxlite.config.model_function import unused_keys
 from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
-from maxlite.config.registry import DRAFT_LOSSES, OPTIMIZERS, SOURCES
 from maxlite.config.schema import (
   KEYS,
   CheckpointConfig,
@@ -32,6 +30,8 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.values import Setting
+from maxlite.errors import raise_all
+from maxlite.registry import DRAFT_LOSSES, OPTIMIZERS, SOURCES
 
 
 def _keys_of(*sections: SectionClass) -> set[str]:

@@ -6,13 +6,13 @@ from pathlib import Path
 import yaml
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.file_io import write_atomically
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, SECTIONS, Config, Section, flatten
-from maxlite.config.tokenizer_files import owned_values
 from maxlite.config.values import SECRETS, parse
 from maxlite.config.yaml_files import read_file
+from maxlite.storage.file_io import write_atomically
+from maxlite.storage.tokenizer_files import owned_values
 
 DEFAULT_COMMAND = Config()  # It names no plug-ins, and trusts none.
 # Keys whose values a saved run does not set, since they name code, or places of this machine.

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError
 from maxlite.config.model_function import ADDED_MODULES, function_keys
-from maxlite.config.object_store import join
 from maxlite.config.raw_values import Raw, show
-from maxlite.config.registry import PREFERENCE_LOSSES, WEIGHT_FORMATS
 from maxlite.config.saved import read_values
 from maxlite.config.schema import KEYS, LoraConfig, ModelConfig, build, flatten
-from maxlite.config.tokenizer_files import OWNED_KEYS, is_same_file
 from maxlite.config.values import Setting, show_key
+from maxlite.errors import UserError
+from maxlite.registry import PREFERENCE_LOSSES, WEIGHT_FORMATS
+from maxlite.storage.object_store import join
+from maxlite.storage.tokenizer_files import OWNED_KEYS, is_same_file
 
 _ADAPTERS = tuple(flatten(LoraConfig()))
 _FORMATS = {"config.yml": "run", "config.json": "huggingface"}

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from maxlite.config.config_field import ConfigField
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, Raw
 from maxlite.config.values import Setting, find_key, parse, parse_as
+from maxlite.errors import UserError
 
 Point = tuple[Setting, ...]  # what one member of the sweep sets
 MAX_MEMBERS = 4096

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxlite.config.config_field import ConfigField
-from maxlite.config.errors import UserError
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.raw_values import FrozenMapping, Raw
-from maxlite.config.registry import OPTIMIZERS, SAMPLERS
 from maxlite.config.schema import Config, OptimizerConfig
 from maxlite.config.sweep import MAX_MEMBERS, draw_rule, require_few_members
 from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
+from maxlite.errors import UserError
+from maxlite.registry import OPTIMIZERS, SAMPLERS
 
 _COUNT = (int, ConfigField("", low=1, high=MAX_MEMBERS))
 # Type and range of the keys of `search`, except its space.

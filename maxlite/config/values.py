@@ -14,7 +14,6 @@ from typing import get_args
 import yaml
 
 from maxlite.config.config_field import ConfigField, KeyValue
-from maxlite.config.errors import UserError
 from maxlite.config.maxtext_answers import NO_KEYS, answer_key, answer_value
 from maxlite.config.maxtext_keys import OTHER_NAME
 from maxlite.config.raw_values import (
@@ -27,6 +26,7 @@ from maxlite.config.raw_values import (
   show,
 )
 from maxlite.config.schema import KEYS, AxisRules, SchemaKey
+from maxlite.errors import UserError
 
 EPOCH_KEYS = ("epoch", "epochs", "num_epoch", "num_epochs", "num_train_epochs")
 BASE_CONFIG = "base_config"  # the one key of YAML files that is not in the schema

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import yaml
 
-from maxlite.config.errors import UserError, raise_all
-from maxlite.config.file_io import MAX_CONFIG_BYTES, read_regular
 from maxlite.config.maxtext_answers import DOTTED_SECTIONS, answer_value
-from maxlite.config.object_store import AnyPath
 from maxlite.config.python_files import PythonFile, python_settings
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.schema import KEYS, ModelConfig, flatten
-from maxlite.config.tokenizer_files import OWNED_KEYS, resolve_owned
 from maxlite.config.values import BASE_CONFIG, Setting, suggest
+from maxlite.errors import UserError, raise_all
+from maxlite.storage.file_io import MAX_CONFIG_BYTES, read_regular
+from maxlite.storage.object_store import AnyPath
+from maxlite.storage.tokenizer_files import OWNED_KEYS, resolve_owned
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = _PACKAGE / "configs"  # in an installed package

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from numpy.typing import ArrayLike, DTypeLike
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 Field = TypeVar("Field")
 _MAX_INT32 = np.iinfo(np.int32).max

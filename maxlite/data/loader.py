@@ -9,10 +9,7 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.config.mixture import mixture_of
-from maxlite.config.registry import ROW_ORDERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch, HostBatch
 from maxlite.data.host_batches import BatchSchedule, HostBatches, prefetch, read_once
@@ -22,6 +19,9 @@ from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
 from maxlite.data.stream_facts import order_facts, require_same_facts
 from maxlite.data.vocabulary_check import VocabularyCheck
+from maxlite.errors import UserError
+from maxlite.registry import ROW_ORDERS
+from maxlite.storage.json_values import JsonObject
 
 _NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import DocumentRows, Row, RowSource
 from maxlite.data.sources import DataSource
+from maxlite.errors import UserError
+from maxlite.registry import SOURCES
 
 
 def open_source(

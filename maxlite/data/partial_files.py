@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from maxlite.config.errors import get_logger
-from maxlite.config.file_io import open_regular, write_atomically
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.errors import get_logger
+from maxlite.storage.file_io import open_regular, write_atomically
+from maxlite.storage.json_values import Json, JsonObject
 
 _RECORD = "progress.json"
 _BLOCK_BYTES = 1 << 20

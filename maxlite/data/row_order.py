@@ -1,4 +1,4 @@
-"""Orders of rows: of one epoch (`config.registry.ROW_ORDERS`), and of a mixture of sources.
+"""Orders of rows: of one epoch (`maxlite.registry.ROW_ORDERS`), and of a mixture of sources.
 
 The order of a mixture is a pure function of the row's number. Rows are numbered over the whole run,
 so the order depends neither on hosts and workers nor on where a run was interrupted. It is a list
@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 import grain
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.config.mixture import MixtureSource
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
 
 SHARE_UNITS = 10_000  # shares are rounded to multiples of 1 / SHARE_UNITS
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
+from maxlite.storage.object_store import DataFile
 
 # (file, column, start, stop, reject) -> the documents in the fraction [start, stop) of a file, each
 # as an iterator over pieces, which must be consumed before the next document is requested.

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import DataConfig
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def order_facts(cfg: DataConfig) -> JsonObject:

@@ -22,9 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.errors import UserError, get_logger
-from maxlite.config.file_io import open_regular, require_regular_files, write_atomically
-from maxlite.config.object_store import (
+from maxlite.config.schema import DataConfig
+from maxlite.data.split import Reader, SplitDocuments, split_documents
+from maxlite.data.tokenize import SPLITS, DocumentTokenizer, write_tokens
+from maxlite.errors import UserError, get_logger
+from maxlite.storage.file_io import open_regular, require_regular_files, write_atomically
+from maxlite.storage.object_store import (
   AnyPath,
   DataFile,
   RemoteFile,
@@ -36,9 +39,6 @@ from maxlite.config.object_store import (
   size_and_version,
   upload,
 )
-from maxlite.config.schema import DataConfig
-from maxlite.data.split import Reader, SplitDocuments, split_documents
-from maxlite.data.tokenize import SPLITS, DocumentTokenizer, write_tokens
 
 LOSS_MASK_BIT = np.uint32(1 << 31)  # set in ids of conversations that count in the loss
 _FORMAT = 2

@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxlite.config.errors import get_logger, write_line
 from maxlite.data.partial_files import PartialFiles
 from maxlite.data.split import SplitDocuments
 from maxlite.data.tokenizer import Tokenizer
+from maxlite.errors import get_logger, write_line
 
 SPLITS = ("train", "eval")
 BATCH_BYTES = 3 << 19  # encoded at once

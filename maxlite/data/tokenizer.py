@@ -1,4 +1,4 @@
-"""Conversion between text and token ids: one class per `config.registry.TOKENIZERS` entry."""
+"""Conversion between text and token ids: one class per `maxlite.registry.TOKENIZERS` entry."""
 
 import functools
 import hashlib
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import tokenizers
 
-from maxlite.config.errors import UserError, get_logger
-from maxlite.config.file_io import MAX_JSON_BYTES, read_regular
-from maxlite.config.object_store import local_tokenizer
-from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
-from maxlite.config.tokenizer_files import require_unchanged
 from maxlite.data.tokenizer_config import (
   NamedToken,
   TokenizerConfig,
   find_special_ids,
   read_tokenizer_config,
 )
+from maxlite.errors import UserError, get_logger
+from maxlite.registry import TOKENIZERS
+from maxlite.storage.file_io import MAX_JSON_BYTES, read_regular
+from maxlite.storage.object_store import local_tokenizer
+from maxlite.storage.tokenizer_files import require_unchanged
 
 _TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 MAX_SIZE = 1 << 24  # ids of a tokenizer; published ones have at most some hundred thousand

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import (
+from maxlite.errors import UserError
+from maxlite.storage.file_io import (
   MAX_CONFIG_BYTES,
   read_json_object,
   read_regular,
   require_own_file,
 )
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.storage.json_values import Json, JsonObject
 
 _TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # tokens by name
 _ID_FILES = ("generation_config.json", "config.json")  # tokens by id

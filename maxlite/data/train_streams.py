@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import HostBatch
 from maxlite.data.loader import DataLoader, TrainStream
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
 
 
 class TrainStreams:

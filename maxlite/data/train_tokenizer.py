@@ -8,13 +8,13 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from maxlite.config.errors import UserError
 from maxlite.config.mixture import MixtureSource, mixture_of
-from maxlite.config.object_store import AnyPath
-from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.open_source import open_source
 from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.errors import UserError
+from maxlite.registry import SOURCES
+from maxlite.storage.object_store import AnyPath
 
 _NUM_BYTES = 256
 _ROW_BYTES = 1 << 16  # read at once; a longer document is cut

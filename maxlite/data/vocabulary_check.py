@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxlite.config.errors import UserError
 from maxlite.data.packing import Row
 from maxlite.data.tokenizer import Tokenizer
+from maxlite.errors import UserError
 
 _IDS = ("tokens_BT", "targets_BT")
 

@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Mapping
 from typing import NoReturn
 
-from maxlite.config.errors import write_line
-from maxlite.config.json_values import Json
+from maxlite.errors import write_line
+from maxlite.storage.json_values import Json
 
 EXIT_PEER_LOST = os.EX_TEMPFAIL  # exit code of a process whose peer was lost
 # Messages; all but the first are prefixes.

@@ -16,13 +16,13 @@ from typing import TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
 from maxlite.config.schema import HostsConfig
 from maxlite.distributed.agreement import common_facts
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json
 
 T = TypeVar("T")
 # Environment variables of Open MPI.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 ClusterEnv: Any  # private, so without a public type
 try:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlite.config.json_values import Json
+from maxlite.storage.json_values import Json
 
 _CHUNK_BYTES = 16 << 20
 

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Collection, Mapping
 
-from maxlite.config.errors import UserError
 from maxlite.distributed.agreement import describe_difference, digest, parse_facts
 from maxlite.distributed.visitors import (
   LINE_BYTES,
@@ -26,6 +25,7 @@ from maxlite.distributed.visitors import (
   parse_challenge,
   proof_of_process_0,
 )
+from maxlite.errors import UserError
 
 TOKEN = "MAXLITE_COORDINATOR_TOKEN"  # environment variable: a secret that a run's processes share
 # Answers to a hello.

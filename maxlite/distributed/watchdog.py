@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from maxlite.config.errors import write_line
 from maxlite.distributed.heartbeat import describe_late_peers, exit_with_peers, report_step
+from maxlite.errors import write_line
 
 _FALLBACK_SECONDS = 10.0
 # The automatic timeout of a step.

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError, exit_on_user_error, read_saved, save_resolved
+from maxlite.config import Config, read_saved, save_resolved
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import write_line
-from maxlite.config.file_io import irregularity, new_folder
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import KEYS, MESH_AXES, MeshConfig, RunConfig, build, flatten
 from maxlite.config.values import suggest
 from maxlite.ensemble.report.soups import write_soup
 from maxlite.ensemble.run.ensemble_run import run_ensemble
+from maxlite.errors import UserError, exit_on_user_error, write_line
+from maxlite.storage.file_io import irregularity, new_folder
 
 _USAGE = (
   "usage: python -m maxlite.ensemble export RUN_FOLDER member=NAME[,NAME...] [run_name=NEW] "

@@ -16,8 +16,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
 from maxlite.ensemble.linen_members import build_programs, identity, settings_of
 from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
@@ -28,7 +26,9 @@ from maxlite.ensemble.member_program import (
   variables_of,
 )
 from maxlite.ensemble.planner import Plan, choose
+from maxlite.errors import UserError
 from maxlite.metrics.waits import report_wait
+from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import check_not_donated
 from maxlite.step.fit import FitKeywords, FitOptions, Fitted, check_fit, fit, read_states

@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 

@@ -12,7 +12,6 @@ import optax
 from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.member import HyperparameterError, Loss, Member, is_number
 from maxlite.ensemble.member_program import (
   MemberFunctions,
@@ -21,6 +20,7 @@ from maxlite.ensemble.member_program import (
   Seed,
   variables_of,
 )
+from maxlite.errors import UserError
 from maxlite.optim.labels import (
   FROZEN,
   Labels,

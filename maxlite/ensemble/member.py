@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import optax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import as_optimizer
 

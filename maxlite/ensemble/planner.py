@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.grouping import NotAlikeError
 from maxlite.ensemble.member import HyperparameterError
+from maxlite.errors import UserError
 from maxlite.metrics.writers import SafeConsole
+from maxlite.registry import ENSEMBLE_STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Training of the members that a config describes: one ensemble, or the rounds of a search."""
 
-from maxlite.config import Config, exit_on_user_error
+from maxlite.config import Config
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.ensemble.selection.search import train_search
+from maxlite.errors import exit_on_user_error
 
 
 def run_members(cfg: Config, peers: SeparateProcesses | None = None) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
+from maxlite.errors import UserError
 from maxlite.hf.hf_folder import DTYPES, TensorEntry
+from maxlite.storage.json_values import Json
 
 METHOD = "fp8"  # the quant_method of config.json
 SCALES = "_scale_inv"  # follows the name of the tensor

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json, JsonObject
 
 NEVER_OFF = object()  # equal to no value
 

@@ -18,28 +18,16 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError, load_config, read_saved, save_keys, save_resolved
+from maxlite.config import Config, load_config, read_saved, save_keys, save_resolved
 from maxlite.config.command_line import without_files
-from maxlite.config.errors import write_line
-from maxlite.config.file_io import new_folder
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import ADDED_MODULES, EXECUTION
-from maxlite.config.object_store import (
-  is_remote,
-  join,
-  list_names,
-  local_folder,
-  local_tokenizer,
-  upload,
-)
 from maxlite.config.raw_values import show
-from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DEFAULTS, DataConfig, LoraConfig, ModelConfig, build, flatten
-from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.tokenizer_config import read_tokenizer_config
 from maxlite.data.vocabulary_check import check_vocabulary
+from maxlite.errors import UserError, write_line
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import exported_config, has_mtp_tensors, model_keys
@@ -54,8 +42,20 @@ from maxlite.hf.text_model import other_parts
 from maxlite.hf.upcycle import upcycled_config, upcycled_params
 from maxlite.layers.lora import ADAPTER, merge_lora
 from maxlite.metrics.waits import report_wait
+from maxlite.registry import SOURCES
 from maxlite.runs.saved_run import config_of_run, run_folder
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.file_io import new_folder
+from maxlite.storage.json_values import Json, JsonObject
+from maxlite.storage.object_store import (
+  is_remote,
+  join,
+  list_names,
+  local_folder,
+  local_tokenizer,
+  upload,
+)
+from maxlite.storage.tokenizer_files import copy_tokenizer
 from maxlite.training.model_weights import checkpoint_step
 
 TOKENIZER = ("tokenizer_type", "tokenizer_path")

@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig, flatten
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
 from maxlite.hf.hf_rope import ROPE_KEYS, rope_from_hf, rope_to_hf
+from maxlite.storage.json_values import Json, JsonObject
 
 # Keys without effect on what a model computes from its weights. Keys of losses and dropout concern
 # training, which uses our own keys.

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, split, whole
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.family import HfFamily, MtpTensors
 from maxlite.hf.hf_folder import (
@@ -27,6 +26,7 @@ from maxlite.hf.hf_folder import (
 )
 from maxlite.hf.mxfp4 import unpack
 from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings, tensor_shapes
+from maxlite.storage.json_values import Json
 
 VOCAB = "v"  # the axis along which our arrays may be larger
 Read = Callable[[str, Index], np.ndarray]  # reads the part of the parameter `path` at an index

@@ -6,19 +6,19 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
+from maxlite.errors import UserError
 from maxlite.hf import block_fp8, packed_int4
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT, HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.hf_tokenizer import tokenizer_keys
 from maxlite.hf.text_model import nested, text_values, with_alternatives
+from maxlite.storage.json_values import Json, JsonObject
 
 LARGE = 10**6  # sizes up to this are plausible
 CONTEXT = "max_position_embeddings"

@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import named_errors, read_json_object
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.errors import UserError
+from maxlite.storage.file_io import named_errors, read_json_object
+from maxlite.storage.json_values import Json, JsonObject
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig, flatten
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
+from maxlite.storage.json_values import Json, JsonObject
 
 ORIGINAL = "original_max_position_embeddings"
 # Keys of `rope_parameters` in families whose local and global layers differ.

@@ -8,12 +8,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from maxlite.config.file_io import read_json_object, require_own_file
-from maxlite.config.json_values import JsonObject
-from maxlite.config.object_store import local_tokenizer
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxlite.hf.hf_folder import COPY_AGAIN, write_json
+from maxlite.storage.file_io import read_json_object, require_own_file
+from maxlite.storage.json_values import JsonObject
+from maxlite.storage.object_store import local_tokenizer
 
 MAIN = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

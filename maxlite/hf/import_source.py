@@ -10,16 +10,17 @@ import numpy as np
 from maxlite.checkpoint.chunked_array import whole
 from maxlite.checkpoint.parameters import StoredParameters
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError
-from maxlite.config.file_io import read_json_object
-from maxlite.config.json_values import JsonObject
-from maxlite.config.object_store import local_tokenizer
+from maxlite.config import Config
 from maxlite.config.schema import LoraConfig, ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily
 from maxlite.hf.hf_checkpoint import open_weights
 from maxlite.hf.hf_folder import CONFIG, COPY_AGAIN, DTYPES, read_config, write_json
 from maxlite.hf.load_model import abstract_params
 from maxlite.hf.tensor_mapping import tensor_mappings
+from maxlite.storage.file_io import read_json_object
+from maxlite.storage.json_values import JsonObject
+from maxlite.storage.object_store import local_tokenizer
 
 RESTORE = "restore it from a copy"
 

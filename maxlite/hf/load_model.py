@@ -16,8 +16,7 @@ from jax.typing import ArrayLike
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import Config, UserError, load_config
-from maxlite.config.object_store import HUB, local_folder
+from maxlite.config import Config, load_config
 from maxlite.config.raw_values import show
 from maxlite.config.schema import (
   DEFAULTS,
@@ -29,11 +28,13 @@ from maxlite.config.schema import (
   build,
 )
 from maxlite.data.batch import token_ids
+from maxlite.errors import UserError
 from maxlite.hf.hf_checkpoint import open_weights, params_from_hf
 from maxlite.hf.hf_config import model_keys
 from maxlite.models.decoder import Decoder
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.object_store import HUB, local_folder
 from maxlite.training.model_weights import ModelWeights, RunWeights
 from maxlite.training.trainer import Trainer, build_trainer
 

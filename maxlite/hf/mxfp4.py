@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.hf.hf_folder import DTYPES, TensorEntry
 
 BLOCKS = "_blocks"  # the ends of the names of the two tensors

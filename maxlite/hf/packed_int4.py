@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
+from maxlite.errors import UserError
 from maxlite.hf.hf_folder import DTYPES, TensorEntry
+from maxlite.storage.json_values import Json
 
 METHOD = "compressed-tensors"  # the quant_method of config.json
 FORMAT = "pack-quantized"

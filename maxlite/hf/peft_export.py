@@ -8,9 +8,8 @@ from pathlib import Path
 
 import jax
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily, TensorRule
 from maxlite.hf.hf_checkpoint import Read, described, write_tensors
 from maxlite.hf.hf_folder import ADAPTER_CONFIG, TensorFile, write_json
@@ -22,6 +21,7 @@ from maxlite.hf.peft_experts import (
   target_parameters,
 )
 from maxlite.hf.tensor_mapping import EXPERT, axis_layout, tensor_mappings
+from maxlite.storage.json_values import JsonObject
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor, since peft wraps the model

@@ -19,10 +19,8 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object
-from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily, TensorRule, fused_experts
 from maxlite.hf.hf_folder import (
   ADAPTER_CONFIG,
@@ -35,6 +33,8 @@ from maxlite.hf.hf_folder import (
 from maxlite.hf.peft_experts import TargetParameter, is_of_all_experts, peft_rules
 from maxlite.hf.peft_export import PREFIX, WEIGHTS
 from maxlite.hf.tensor_mapping import AxisLayout, TensorMapping, axis_layout, layers
+from maxlite.storage.file_io import read_json_object
+from maxlite.storage.json_values import JsonObject
 
 _A = ".lora_A.weight"
 _B = ".lora_B.weight"

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, split_range
-from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily, TensorRule
 
 EXPERT = "e"  # the axis that counts {expert}

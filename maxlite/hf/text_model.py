@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
+from maxlite.errors import UserError
 from maxlite.hf.family import OF_DECODERS, WITHOUT_EFFECT, HfFamily, TensorRule
+from maxlite.storage.json_values import JsonObject
 
 TEXT = "text_config"
 _MODEL = "model."

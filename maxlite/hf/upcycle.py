@@ -16,11 +16,12 @@ import numpy as np
 
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.parameters import StoredParameters
-from maxlite.config import Config, UserError, load_config
-from maxlite.config.json_values import JsonObject
+from maxlite.config import Config, load_config
 from maxlite.config.model_function import EXECUTION
 from maxlite.config.raw_values import show
 from maxlite.config.schema import flatten
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
 
 # decoder_block of the dense model: decoder_block and router of the mixture.
 MIXTURES = {

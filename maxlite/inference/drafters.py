@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.inference.sampling import BatchSamplingParams, Drafts, propose, propose_in_turn
 from maxlite.layers import cache
 from maxlite.models.decoder import Decoder

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.inference.drafters import (
   DecodedStep,
   DraftRows,

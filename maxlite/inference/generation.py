@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 
-from maxlite.config import Config, UserError, exit_on_user_error
-from maxlite.config.errors import escape_controls, write_line
-from maxlite.config.json_values import JsonObject
+from maxlite.config import Config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.sources.chat_template import Message
+from maxlite.errors import UserError, escape_controls, exit_on_user_error, write_line
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.detokenizer import CompletionText, stream_completions
 from maxlite.inference.drafters import max_num_drafts
@@ -32,6 +31,7 @@ from maxlite.metrics.writers import JsonlWriter
 from maxlite.runs.open_run import open_trained
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.trainer import Trainer
 

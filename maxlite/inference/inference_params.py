@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.transposed_linear import TRANSPOSED, TransposedLinear
 from maxlite.models import Decoder

@@ -5,17 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config import Config, UserError
-from maxlite.config.json_values import Json
-from maxlite.config.registry import SOURCES
+from maxlite.config import Config
 from maxlite.config.schema import DEFAULT_NEW_TOKENS, GenerateConfig
 from maxlite.data.sources.chat import check_messages, open_chat
 from maxlite.data.sources.chat_template import Message
 from maxlite.data.sources.jsonl import read_objects
 from maxlite.data.tokenizer import Tokenizer, encode_prompt, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary
+from maxlite.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
+from maxlite.registry import SOURCES
+from maxlite.storage.json_values import Json
 
 
 class Conversation(NamedTuple):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 # Folded into a row's key, for sampling drafts and for accepting them.
 _DRAFT = np.uint32(2**32 - 1)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul.tiles import Tiles
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 
 class QuantizedType(NamedTuple):

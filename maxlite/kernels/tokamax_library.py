@@ -11,7 +11,7 @@ import logging
 from types import ModuleType
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 KERNELS = "mosaic_gpu"  # the implementation of tokamax's functions for NVIDIA GPUs
 

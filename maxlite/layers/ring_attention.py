@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
+from maxlite.errors import UserError
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.attention_shard import AttentionOptions, ShardOperands
+from maxlite.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.sharding.collectives import from_zigzag, to_zigzag, zigzag_chunks
 
 

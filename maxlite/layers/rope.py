@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
+from maxlite.errors import UserError
 from maxlite.kernels.numerics import accumulator_dtype
 
 # Numbers of rotations over the original context. Channel pairs with fewer than SLOW are

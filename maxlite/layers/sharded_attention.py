@@ -15,8 +15,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.kernels.attention.api import (
   ROW_MULTIPLES,
   WITHOUT_VMA,

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.gated_delta.chunked import StateMap, chunk_maps, run_chunks, state_map
 from maxlite.layers.delta_operands import (
   ConvTaps,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlite.config.json_values import Json
+from maxlite.storage.json_values import Json
 
 TIME = "unix_seconds"  # of a row
 Row = dict[str, int | float]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from maxlite.config.errors import write_line
+from maxlite.errors import write_line
 
 Report = Callable[[str], object]  # receives a line
 FIRST_SECONDS = 5.0

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from maxlite.config.errors import UserError, escape
-from maxlite.config.file_io import named_errors, open_regular, replaced
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.errors import UserError, escape
 from maxlite.metrics.best_loss import LOSSES
 from maxlite.metrics.step_row import TIME, LoggedRow, Row
+from maxlite.storage.file_io import named_errors, open_regular, replaced
+from maxlite.storage.json_values import Json, JsonObject
 
 # Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
 # if it is not zero.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError
-from maxlite.config.registry import OPTIMIZERS, SCHEDULES
 from maxlite.config.schema import ModelConfig, OptimizerConfig
+from maxlite.errors import UserError
 from maxlite.optim.labels import decay_mask, matrix_axes
 from maxlite.optim.parametrization import scale_updates
 from maxlite.optim.schedules import build_schedule, schedule_numbers
+from maxlite.registry import OPTIMIZERS, SCHEDULES
 from maxlite.sharding.pytree import PyTree
 
 

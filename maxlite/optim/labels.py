@@ -12,7 +12,7 @@ import jax
 import optax
 from flax import linen as nn
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 TRAIN = "train"

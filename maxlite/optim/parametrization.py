@@ -32,9 +32,9 @@ from typing import NamedTuple
 import jax
 import optax
 
-from maxlite.config.registry import MupUpdates
 from maxlite.config.schema import ModelConfig
 from maxlite.optim.labels import NO_DECAY, matrix_axes, path_of
+from maxlite.registry import MupUpdates
 from maxlite.sharding.pytree import PyTree
 
 

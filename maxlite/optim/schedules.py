@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import OptimizerConfig
+from maxlite.registry import SCHEDULES
 
 Number = Any  # a Python number or a scalar array
 

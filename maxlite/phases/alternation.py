@@ -21,8 +21,8 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import PHASE_STRATEGIES
+from maxlite.errors import UserError
 from maxlite.metrics.waits import report_wait
 from maxlite.optim.labels import (
   Labels,

@@ -7,7 +7,7 @@ from typing import SupportsIndex
 
 import optax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.phases.phase_schedule import Plateau, Threshold
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import as_optimizer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.optim.labels import paths_in
 from maxlite.phases.phase import Phase
 from maxlite.sharding.pytree import PyTree, same_structure

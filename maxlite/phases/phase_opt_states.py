@@ -6,7 +6,7 @@ import jax
 import optax
 from flax import struct
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.optim.labels import Labels, trained_paths
 from maxlite.sharding.pytree import PyTree
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
 from maxlite.sharding.compiler_options import Options

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 
 class ConditionResult(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 _NUM_SHOWN = 3
 

@@ -8,8 +8,9 @@ from typing import cast
 
 import jax
 
-from maxlite.config import Config, UserError, exit_on_user_error
+from maxlite.config import Config
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import SafeConsole

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TypedDict
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

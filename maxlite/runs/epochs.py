@@ -6,10 +6,11 @@ Does not import JAX, as all mistakes of a command line are reported before.
 import math
 from collections.abc import Sequence
 
-from maxlite.config import Config, UserError, load_config
+from maxlite.config import Config, load_config
 from maxlite.config.mixture import mixture_of
 from maxlite.config.values import EPOCH_KEYS
 from maxlite.data.open_source import open_source
+from maxlite.errors import UserError
 from maxlite.runs.resumed_data import are_read_here
 from maxlite.runs.saved_run import token_cache
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import write_line
-from maxlite.config.file_io import write_atomically
+from maxlite.config import Config
 from maxlite.data.loader import DataLoader
+from maxlite.errors import exit_on_user_error, write_line
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.metrics.waits import report_wait
@@ -19,6 +18,7 @@ from maxlite.runs.open_run import open_trainer_data, open_weights
 from maxlite.runs.run_report import describe_data
 from maxlite.runs.saved_run import run_folder
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.file_io import write_atomically
 from maxlite.training.trainer import Trainer
 
 

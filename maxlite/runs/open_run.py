@@ -11,10 +11,9 @@ from rich.console import Console
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
-from maxlite.config import Config, UserError, exit_on_user_error, public_values, read_values
+from maxlite.config import Config, public_values, read_values
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
-from maxlite.config.registry import CALLBACKS
 from maxlite.config.schema import MESH_AXES, HostsConfig, MeshConfig, build
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
@@ -26,6 +25,7 @@ from maxlite.distributed.initialize import (
   process_0_first,
 )
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.errors import UserError, exit_on_user_error
 from maxlite.kernels.xla_cpu import enable_compilation_cache, keep_freed_memory
 from maxlite.metrics.best_loss import LOSSES, BestLoss
 from maxlite.metrics.waits import Report, print_to_stderr, report_wait
@@ -44,6 +44,7 @@ from maxlite.metrics.writers import (
   open_console,
   read_rows,
 )
+from maxlite.registry import CALLBACKS
 from maxlite.runs.saved_run import run_folder, token_cache
 from maxlite.sharding.mesh import build_mesh
 from maxlite.sharding.pytree import PyTree

@@ -5,16 +5,17 @@ from collections.abc import Iterable
 
 from maxlite.checkpoint.manifest import verify_manifest
 from maxlite.checkpoint.run_folder import RunFolder, step_of
-from maxlite.config import Config, UserError
-from maxlite.config.file_io import MAX_JSON_BYTES, read_regular
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.config import Config
 from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of, reads_same_documents
 from maxlite.config.schema import DataConfig
 from maxlite.data.open_source import open_source
 from maxlite.data.sources.file_paths import total_bytes
 from maxlite.data.stream_facts import order_facts, require_same_facts
+from maxlite.errors import UserError
 from maxlite.runs.saved_run import token_cache
+from maxlite.storage.file_io import MAX_JSON_BYTES, read_regular
+from maxlite.storage.json_values import Json, JsonObject
 
 _MAX_BYTES = 32 << 20  # of data that are tokenized here if they are new
 

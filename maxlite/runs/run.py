@@ -8,10 +8,10 @@ import jax
 
 from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError
 from maxlite.checkpoint.replicas import ReplicaCheck
-from maxlite.config import Config, exit_on_user_error
-from maxlite.config.errors import write_line
+from maxlite.config import Config
 from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
+from maxlite.errors import exit_on_user_error, write_line
 from maxlite.evaluation.held_out import build_evaluation
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler

@@ -5,14 +5,14 @@ import os
 from collections.abc import Sequence
 
 from maxlite.checkpoint.run_folder import RunFolder, step_of
-from maxlite.config import Config, exit_on_user_error, load_config, main_config, read_saved
+from maxlite.config import Config, load_config, main_config, read_saved
 from maxlite.config.command_line import CommandLine, without_files
-from maxlite.config.errors import UserError, prepare_process
 from maxlite.config.load import check_settings
-from maxlite.config.object_store import AnyPath, join, to_path
 from maxlite.config.read_keys import check_typed
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import flatten
+from maxlite.errors import UserError, exit_on_user_error, prepare_process
+from maxlite.storage.object_store import AnyPath, join, to_path
 
 _NAMES = ("run_name", "base_output_directory", "member", "trust_plugins")
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.collectives import MeshAxes, pvary
 
 # The shape of a vector register of TPUs.

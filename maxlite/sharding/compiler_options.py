@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 Options = dict[str, bool | int | float | str]
 

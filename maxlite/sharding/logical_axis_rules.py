@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.hardware import Hardware, hardware_of
 
 LogicalNames = Sequence[str | None]

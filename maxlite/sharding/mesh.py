@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import MESH_AXES
+from maxlite.errors import UserError
 
 
 class Slices(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.sharding.pytree import PyTree
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.optim.labels import Labels, is_masked, merge, split
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult

@@ -2,8 +2,8 @@
 
 import math
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig, TrainingConfig
+from maxlite.errors import UserError
 from maxlite.sharding import Sharder
 
 

@@ -1,4 +1,4 @@
-"""The losses of draft heads, entries of the LOSSES table (config/registry.py)."""
+"""The losses of draft heads, entries of the LOSSES table (registry.py)."""
 
 import jax
 import jax.numpy as jnp

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from maxlite.checkpoint.replicas import ReplicaCheck
 from maxlite.config import Config
-from maxlite.config.json_values import Json
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.json_values import Json
 from maxlite.training.callbacks import Callback
 from maxlite.training.step_log import Log, due
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved, read_values
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object
 from maxlite.config.phases import phases_of
-from maxlite.config.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
 from maxlite.config.schema import flatten
 from maxlite.config.start_model import require_weights_fit, start_values
 from maxlite.config.values import suggest
+from maxlite.errors import UserError
+from maxlite.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.storage.file_io import read_json_object
 
 
 class ModelFolder(NamedTuple):

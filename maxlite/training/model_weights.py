@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder, step_of
-from maxlite.config import Config, UserError, read_saved
+from maxlite.config import Config, read_saved
 from maxlite.config.model_function import ADDED_MODULES, PRECISION, function_keys
 from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import show
-from maxlite.config.registry import WEIGHT_FORMATS
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import (
   DEFAULTS,
@@ -26,12 +25,14 @@ from maxlite.config.schema import (
   build,
   flatten,
 )
+from maxlite.errors import UserError
 from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.metrics.writers import METRICS, read_rows
 from maxlite.optim.labels import Labels, path_of, split
 from maxlite.phases.phase_plan import PhasePlan
+from maxlite.registry import WEIGHT_FORMATS
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.training.model_folders import ModelFolder, model_folders

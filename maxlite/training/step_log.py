@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from maxlite.config import Config
-from maxlite.config.json_values import JsonObject
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.step_row import TIME, Row, training_row
 from maxlite.metrics.writers import Writers
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
 from maxlite.training.trainer import Trainer
 

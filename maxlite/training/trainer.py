@@ -12,11 +12,10 @@ from flax.linen import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import LOSSES
 from maxlite.config.schema import Config, MeshConfig
 from maxlite.data.batch import AbstractBatch, DeviceBatch, HostBatch, abstract_batch, to_global
 from maxlite.data.train_streams import TrainStreams
+from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
@@ -32,6 +31,7 @@ from maxlite.optim.labels import (
 )
 from maxlite.optim.parametrization import scale_initial
 from maxlite.phases.phase_programs import repeat_on_batch
+from maxlite.registry import LOSSES
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
 from maxlite.sharding.compiler_options import Options, compiler_options

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import empty_plots, shared_programs
 
-from maxlite.config import registry
+from maxlite import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 

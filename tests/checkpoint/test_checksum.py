@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlite.checkpoint import checksum
 from maxlite.checkpoint.checksum import chunk_checksum, tree_checksums, tree_hash
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 SPECS = (P(), P("x"), P("y", "x"), P(None, ("x", "y")), P(("x", "y"), None))
 

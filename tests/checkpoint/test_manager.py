@@ -29,8 +29,8 @@ from maxlite.checkpoint.manager import (
   CheckpointWriteError,
 )
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.schema import CheckpointConfig
+from maxlite.errors import UserError
 
 
 @struct.dataclass

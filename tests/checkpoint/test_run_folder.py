@@ -11,11 +11,11 @@ import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping, show
 from maxlite.config.saved import read_saved, read_values
 from maxlite.config.schema import Config, flatten
 from maxlite.config.yaml_files import read_model_file
+from maxlite.errors import UserError
 
 
 def start(folder, **changes):

@@ -7,12 +7,12 @@ import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.saved import read_saved
 from maxlite.config.schema import build, flatten
 from maxlite.config.schema.data_config import DataConfig
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.errors import UserError
 from maxlite.hf.hf_tokenizer import byte_tokenizer
 
 

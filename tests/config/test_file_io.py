@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from maxlite.config.errors import UserError, exit_on_user_error
-from maxlite.config.file_io import (
+from maxlite.errors import UserError, exit_on_user_error
+from maxlite.storage.file_io import (
   MAX_CONFIG_BYTES,
   open_regular,
   read_json_object,

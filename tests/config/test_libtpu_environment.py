@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from maxlite.config import libtpu_environment
-from maxlite.config.libtpu_environment import NO_TPU_ENVIRONMENT, has_tpu, quiet_libtpu
+from maxlite import libtpu_environment
+from maxlite.libtpu_environment import NO_TPU_ENVIRONMENT, has_tpu, quiet_libtpu
 
 
 @pytest.fixture

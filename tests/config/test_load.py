@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from maxlite.config import load_config, yaml_files
 from maxlite.config.command_line import CommandLine
-from maxlite.config.errors import UserError
 from maxlite.config.load import read_layers
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
 from maxlite.config.values import Setting, domain, parse
+from maxlite.errors import UserError
 
 TEXT = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs", "Cc")))
 

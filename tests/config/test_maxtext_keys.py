@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.config import UserError, load_config, main_config
+from maxlite.config import load_config, main_config
 from maxlite.config.maxtext_answers import answer_key, answer_value
 from maxlite.config.maxtext_keys import DOTTED, NOT_NEEDED, NOT_SUPPORTED, ONE_VALUE, OTHER_NAME
 from maxlite.config.maxtext_same_keys import OTHER_MEANING, SAME_NAME, UNSUPPORTED_VALUES, VALUES
 from maxlite.config.schema import KEYS
+from maxlite.errors import UserError
 
 # All keys of MaxText's src/maxtext/configs/base.yml.
 MAXTEXT_KEYS = Path(__file__).with_name("maxtext_keys.txt").read_text("utf-8").split()

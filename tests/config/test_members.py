@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from maxlite.config import UserError, load_config, yaml_files
+from maxlite.config import load_config, yaml_files
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
 from maxlite.config.schema import (
@@ -19,6 +19,7 @@ from maxlite.config.schema import (
   TrainingConfig,
   flatten,
 )
+from maxlite.errors import UserError
 
 
 def members_from(*argv):

@@ -15,9 +15,10 @@ from mtp_mistakes import MTP_MISTAKES
 from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
 
-from maxlite.config import UserError, exit_on_user_error, load_config, main_config
+from maxlite.config import load_config, main_config
 from maxlite.config.schema import KEYS, SECTIONS
 from maxlite.config.yaml_files import CONFIGS
+from maxlite.errors import UserError, exit_on_user_error
 
 GROUPED = "router=group_limited_greedy"
 # Arguments -> what the line must contain: the source, the key with its value, the fix.

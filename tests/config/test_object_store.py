@@ -7,9 +7,12 @@ import tempfile
 import pytest
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config import load_config, object_store
-from maxlite.config.errors import UserError
-from maxlite.config.object_store import (
+from maxlite.config import load_config
+from maxlite.data.sources.file_paths import expand_paths
+from maxlite.errors import UserError
+from maxlite.hf.load_model import open_folder
+from maxlite.storage import object_store
+from maxlite.storage.object_store import (
   filesystem,
   join,
   list_files,
@@ -19,8 +22,6 @@ from maxlite.config.object_store import (
   repeated,
   upload,
 )
-from maxlite.data.sources.file_paths import expand_paths
-from maxlite.hf.load_model import open_folder
 
 UP = "../"
 
@@ -97,7 +98,7 @@ def test_hub_paths_are_files_of_its_cache(hub):
 
 
 def test_folders_and_tokenizers_are_copied_once_per_version(bucket, tmp_path, monkeypatch):
-  monkeypatch.setattr("maxlite.config.object_store._CACHE", tmp_path / "copies")
+  monkeypatch.setattr("maxlite.storage.object_store._CACHE", tmp_path / "copies")
   for name in ("tokenizer.json", "config.json", "model.safetensors"):
     (tmp_path / name).write_text(name)
     upload([(tmp_path / name, f"{bucket}/model/{name}")])

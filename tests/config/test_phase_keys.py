@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from maxlite.config import UserError, load_config
+from maxlite.config import load_config
 from maxlite.config.phases import initial_phases_of, phases_of, without_data
+from maxlite.errors import UserError
 
 FIT = "{name: fit, train: [layers/.*], steps: 20, learning_rate: 1e-3}"
 TUNE = "{name: tune, train: '.*norm.*', until: {metric: loss, max_steps: 9, patience: 3}}"

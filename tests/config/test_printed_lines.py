@@ -10,7 +10,7 @@ from rich.table import Table
 
 import maxlite
 from maxlite.config import load_config
-from maxlite.config.errors import (
+from maxlite.errors import (
   UserError,
   escape,
   escape_controls,
@@ -179,7 +179,7 @@ def test_generated_text_is_safe_in_a_terminal_alone(monkeypatch):
 # Text that these write is the package's own, or is meant for programs.
 _OWN_TEXT = {
   "maxlite/__main__.py",
-  "maxlite/config/errors.py",
+  "maxlite/errors.py",
   "maxlite/config/load.py",
   "maxlite/convert.py",
   "maxlite/data/sources/template_worker.py",

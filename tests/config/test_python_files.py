@@ -12,10 +12,11 @@ from ml_collections import config_dict
 
 import maxlite
 from maxlite.api.arguments import change_config
-from maxlite.config import UserError, load_config, save_resolved
+from maxlite.config import load_config, save_resolved
 from maxlite.config.schema import KEYS, flatten
 from maxlite.config.values import SECRETS
 from maxlite.config.yaml_files import CONFIGS
+from maxlite.errors import UserError
 
 CONFIG = """
 import ml_collections

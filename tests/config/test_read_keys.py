@@ -7,10 +7,10 @@ import pytest
 
 from maxlite.config import load_config
 from maxlite.config.command_line import CommandLine
-from maxlite.config.errors import UserError
 from maxlite.config.read_keys import _CONDITIONS, READ_KEYS, check_typed
 from maxlite.config.schema import KEYS, flatten
 from maxlite.config.values import Setting
+from maxlite.errors import UserError
 
 # Keys that no run of the programs below reads: the families, losses and layouts that read them are
 # not trained there, or a rule between keys refuses them where nothing reads them.

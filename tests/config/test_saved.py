@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from maxlite.config import (
   Config,
-  UserError,
   describe_changes,
   differences,
   load_config,
@@ -32,6 +31,7 @@ from maxlite.config.schema import (
   flatten,
 )
 from maxlite.config.values import Setting, parse
+from maxlite.errors import UserError
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 MAX_INT = 2**31 - 1

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.saved import save_resolved
 from maxlite.config.schema import flatten
-from maxlite.config.tokenizer_files import copy_tokenizer
+from maxlite.errors import UserError
 from maxlite.hf.hf_tokenizer import byte_tokenizer
+from maxlite.storage.tokenizer_files import copy_tokenizer
 from maxlite.training.model_folders import check_model_folders
 
 ROOT = Path(__file__).resolve().parents[2]

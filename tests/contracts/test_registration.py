@@ -12,10 +12,11 @@ import optax
 import pytest
 from flax import struct
 
-from maxlite.config import UserError, load_config
-from maxlite.config import registry as tables
+from maxlite import registry as tables
+from maxlite.config import load_config
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.ensemble import Ensemble, Member
+from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.runs.run import run_training
 from maxlite.training.transforms.step_transform import StepTransform

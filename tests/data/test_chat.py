@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
-from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedConversations, first_fit
@@ -26,6 +24,8 @@ from maxlite.data.sources.chat import (
 )
 from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.errors import UserError
+from maxlite.registry import TOKENIZERS
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 from interrupts import interrupted_before_line
 
-from maxlite.config.errors import UserError
 from maxlite.data.sources import template_worker
 from maxlite.data.sources.chat_template import ChatTemplate
 from maxlite.data.tokenizer import ESCAPE
+from maxlite.errors import UserError
 
 TODAY = datetime.date(2025, 3, 4)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

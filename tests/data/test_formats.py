@@ -10,7 +10,6 @@ import pytest
 import trees
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.sources import compressed, text
@@ -18,6 +17,7 @@ from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.file_paths import expand_paths
 from maxlite.data.sources.tables import parquet_documents
 from maxlite.data.sources.text import text_documents
+from maxlite.errors import UserError
 
 TEXTS = [f"Text {n}, naïve 😀\n" * (n % 7 + 1) for n in range(150)]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

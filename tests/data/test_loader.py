@@ -11,10 +11,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from batch_streams import assert_same, join, take
 from slow_cases import slow
 
-from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.train_streams import TrainStreams
+from maxlite.registry import SOURCES
 
 T = 16
 B = 8

@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import ipc
 
-from maxlite.config.errors import UserError
-from maxlite.config.object_store import filesystem, list_files, upload
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DataConfig
 from maxlite.data import token_cache
 from maxlite.data.loader import open_data
 from maxlite.data.sources.file_paths import expand_paths
+from maxlite.errors import UserError
+from maxlite.storage.object_store import filesystem, list_files, upload
 
 TEXTS = ["Ein Text.\nZwei Zeilen.\n" * 40, "naïve 😀 text\n" * 50, "three" * 90]
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from chat_cases import MARKED, UNMARKED, save_tokenizer, turns
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedPairs
 from maxlite.data.sources.chat import ChatEncoder, fixed_date
 from maxlite.data.sources.preference import preference_documents
 from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
+from maxlite.errors import UserError
+from maxlite.registry import TOKENIZERS
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": "two?"}

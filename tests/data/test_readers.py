@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import expand_glob
 from maxlite.data.sources import bad_rows, jsonl, text
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
+from maxlite.errors import UserError
+from maxlite.storage.file_io import expand_glob
 
 
 def read(documents):

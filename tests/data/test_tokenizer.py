@@ -11,11 +11,11 @@ import pytest
 import tokenizers
 from chat_cases import save_tokenizer
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import TOKENIZERS
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenize import Piece, TextTokenizer
 from maxlite.data.tokenizer import encode_prompt, open_tokenizer
+from maxlite.errors import UserError
+from maxlite.registry import TOKENIZERS
 
 TEXT = "def add(a, b):\n  return a + b  # café, naïve, 日本語, 🙂\n" * 30
 PLAIN = "the cat sat on the mat and the dog sat on the log"

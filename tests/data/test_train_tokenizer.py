@@ -5,10 +5,10 @@ import json
 import pytest
 from tiny import config_of
 
-from maxlite.config import UserError
 from maxlite.config.raw_values import show
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.train_tokenizer import save_tokenizer, train_tokenizer, training_texts
+from maxlite.errors import UserError
 
 WORDS = ("zebra", "quokka", "walrus")
 PLAIN = "configs/chat/plain.jinja"

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlite.config.errors import UserError
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.data.open_source import join_sources
 from maxlite.data.sources import DataSource
+from maxlite.errors import UserError
+from maxlite.registry import SOURCES
 
 T = 8
 NUM_ROWS = 12

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS
 from maxlite.distributed import visitors
 from maxlite.distributed.agreement import common_facts, describe_difference, digest, parse_facts
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
 from maxlite.distributed.visitors import Visitors
+from maxlite.errors import UserError
 from maxlite.runs.open_run import join_hosts
 
 # Processes of which each runs JAX alone, so that threads of a test can be those that meet.

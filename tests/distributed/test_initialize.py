@@ -12,7 +12,6 @@ import time
 import pytest
 from slow_cases import slow
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import HostsConfig
 from maxlite.distributed import jax_private
 from maxlite.distributed.heartbeat import EXIT_PEER_LOST, Heartbeat
@@ -24,6 +23,7 @@ from maxlite.distributed.initialize import (
   resolve_process,
 )
 from maxlite.distributed.rendezvous import ProcessSpec, bind_address, rendezvous
+from maxlite.errors import UserError
 
 SLURM = {
   "SLURM_JOB_ID": "4097",

@@ -16,8 +16,8 @@ from families import largest_error
 from slow_cases import slow
 from tiny import compilations
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

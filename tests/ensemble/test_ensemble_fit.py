@@ -8,8 +8,8 @@ import pytest
 from test_ensemble import BATCH, Mlp, loss
 from trees import assert_equal_leaves
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.errors import UserError
 from maxlite.metrics import waits
 
 # The loss of the last one grows from the first step on.

@@ -14,8 +14,8 @@ import pytest
 from families import largest_error
 from fuzz_operations import ACTIVATIONS, OPERATIONS
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.errors import UserError
 
 STEPS = 3
 STRATEGIES = ("auto", "fused", "stacked", "submesh", "switched")

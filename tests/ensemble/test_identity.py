@@ -13,9 +13,9 @@ import pytest
 from families import batch, largest_error, loss, train_alone
 from slow_cases import fast_only, slow
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.linen_members import identity
+from maxlite.errors import UserError
 
 
 class Fields(nn.Module):

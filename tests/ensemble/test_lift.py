@@ -15,8 +15,9 @@ import trees
 from flax.linen import meta
 from jax.sharding import Mesh
 
-from maxlite.config import UserError, load_config
+from maxlite.config import load_config
 from maxlite.ensemble import lift
+from maxlite.errors import UserError
 from maxlite.models import Decoder
 from maxlite.sharding import DEFAULT_RULES, MESH_AXES, Sharder
 

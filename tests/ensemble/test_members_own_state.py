@@ -8,8 +8,8 @@ import optax
 import pytest
 import trees
 
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
+from maxlite.registry import ENSEMBLE_STRATEGIES
 
 # Strategies that compute in this process; tests/ensemble/engines/test_processes.py has the other.
 STRATEGIES = [name for name in ENSEMBLE_STRATEGIES if name != "processes"]

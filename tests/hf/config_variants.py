@@ -15,7 +15,7 @@ from hf_measure import FIXTURES
 from safetensors.numpy import load_file
 
 import maxlite
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
 from maxlite.hf.hf_config import model_keys

@@ -7,9 +7,9 @@ import tokenizers
 from tokenizers import processors
 
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.hf.hf_tokenizer import byte_tokenizer, write_tokenizer
+from maxlite.storage.tokenizer_files import copy_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.hf

@@ -19,7 +19,7 @@ from config_variants import (
 )
 
 import maxlite
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DataConfig, flatten
-from maxlite.config.tokenizer_files import copy_tokenizer
 from maxlite.data.tokenizer import open_tokenizer
+from maxlite.errors import UserError
 from maxlite.hf.hf_tokenizer import byte_tokenizer, write_tokenizer
+from maxlite.storage.tokenizer_files import copy_tokenizer
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "chat" / "plain.jinja"
 

@@ -12,8 +12,8 @@ from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
 from slow_cases import fast_only
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
+from maxlite.errors import UserError
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, model_keys
 from maxlite.hf.load_model import abstract_params, load

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from slow_cases import fast_only
 
 import maxlite
-from maxlite.config.errors import UserError
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
+from maxlite.errors import UserError
 from maxlite.hf.conversion import from_hf
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import params_from_hf

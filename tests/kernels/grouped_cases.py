@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul import megablox, mosaic_gpu
 from maxlite.kernels.grouped_matmul.api import DEFAULT_TILES, grouped_matmul
 from maxlite.kernels.grouped_matmul.tiles import Tiles
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 
 def multiply_by_xla(x_MD, w_GDF, group_sizes_G, transpose):

@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from slow_cases import fast_only, slow
 
-from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import api, splash, tokamax
 from maxlite.kernels.attention.api import AttentionFeatures
 from maxlite.kernels.hardware import Hardware
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.registry import ATTENTION_BACKENDS
 from maxlite.sharding.collectives import pvary
 
 NUM_SEQS = 2

@@ -23,9 +23,9 @@ from grouped_cases import (
 from jax.sharding import PartitionSpec as P
 from slow_cases import slow
 
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_matmul import api
 from maxlite.kernels.hardware import Hardware
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 # By default every backend runs `tail`, and `tiled`, which could depend on its tiles, three more.
 FLOAT64_CASES = []

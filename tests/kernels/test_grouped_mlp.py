@@ -14,10 +14,10 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 from slow_cases import fast_only, slow
 
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
 from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.layers.mlp import build_activation
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
 NUM_ROWS = 200

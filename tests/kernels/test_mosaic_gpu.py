@@ -19,7 +19,7 @@ from grouped_cases import XLA_PROGRAMS, Case, assert_close, fill_case, make_case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from slow_cases import fast_only
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.grouped_matmul import mosaic_gpu
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES
 

@@ -17,7 +17,7 @@ from absent_gpus import (
   trace_for_absent_gpu,
 )
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import tokamax as attention_kernels
 from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions

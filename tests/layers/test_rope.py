@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import RopeConfig
+from maxlite.errors import UserError
 from maxlite.layers.rope import (
   INTERPOLATIONS,
   apply_rope,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.metrics.step_row import TIME
 from maxlite.metrics.writers import (
   METRICS,

@@ -9,7 +9,6 @@ from flax import struct
 from flax.linen import meta
 
 from maxlite.config.model_families import MODELS
-from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer
@@ -29,6 +28,7 @@ from maxlite.optim.labels import (
   trained_paths,
   union,
 )
+from maxlite.registry import OPTIMIZERS
 from maxlite.sharding import Sharder, build_mesh
 
 # (input axes, output axes) of every parameter; None for others than hidden matrices. Axis 0 stacks

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
 from maxlite.optim import build_optimizer
+from maxlite.registry import OPTIMIZERS
 
 # h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and a vector.
 NAMES = {"wi": jax.P("embed", "mlp"), "norm": {"scale": jax.P("norm")}, "wo": jax.P("mlp", "embed")}

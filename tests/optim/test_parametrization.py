@@ -7,8 +7,8 @@ import pytest
 from flax.linen import meta
 
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.ensemble.report.leaderboard import LeaderboardEntry, write_members
+from maxlite.errors import UserError
 from maxlite.models import Decoder
 from maxlite.optim import build_optimizer, with_schedule_steps
 from maxlite.optim.labels import logical_names, path_of

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from maxlite.config.registry import SCHEDULES
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
 from maxlite.optim import build_schedule
 from maxlite.optim.schedules import schedule_numbers
+from maxlite.registry import SCHEDULES
 
 PEAK = 0.02
 STEPS = 100

@@ -32,12 +32,12 @@ from tiny import compilations
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.config.errors import UserError
-from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, CheckpointConfig, ModelConfig, OptimizerConfig, build
+from maxlite.errors import UserError
 from maxlite.optim import build_optimizer
 from maxlite.optim.labels import labels_of, split, trained_paths
 from maxlite.phases import Alternation, Phase, Plateau, Threshold
+from maxlite.registry import OPTIMIZERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

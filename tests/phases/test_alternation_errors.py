@@ -18,7 +18,7 @@ from alternation_cases import (
   take,
 )
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.phases import Alternation, Phase, Threshold
 
 

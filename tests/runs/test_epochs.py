@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from maxlite.config import UserError, load_config
+from maxlite.config import load_config
+from maxlite.errors import UserError
 from maxlite.runs.epochs import refuse_epochs
 
 

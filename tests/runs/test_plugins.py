@@ -12,7 +12,8 @@ from tiny import KEYS as TINY
 from tiny_run import empty_plots, keys_in
 
 import maxlite
-from maxlite.config import Config, load_config, read_saved, registry, save_resolved
+from maxlite import registry
+from maxlite.config import Config, load_config, read_saved, save_resolved
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import RunConfig
 from maxlite.ensemble.__main__ import _read_config

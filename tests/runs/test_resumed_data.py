@@ -12,10 +12,10 @@ from tiny import config_of
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config import save_resolved
-from maxlite.config.errors import UserError
 from maxlite.config.phases import phases_of
 from maxlite.data.loader import open_data
 from maxlite.data.train_streams import TrainStreams
+from maxlite.errors import UserError
 from maxlite.runs import resumed_data
 from maxlite.runs.resumed_data import check_resumed_data
 from maxlite.runs.saved_run import run_folder, token_cache

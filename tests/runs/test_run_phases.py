@@ -38,10 +38,10 @@ from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
 from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import write_parameters
-from maxlite.config.errors import UserError
 from maxlite.config.phases import phases_of
 from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
+from maxlite.errors import UserError
 from maxlite.layers.lora import drop_modules
 from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params

@@ -9,7 +9,7 @@ import pytest
 from tiny import config_of
 from tiny_run import logged, start
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.phases.phase_programs import compile_for_batches
 from maxlite.training.trainer import build_trainer

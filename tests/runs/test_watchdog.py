@@ -90,7 +90,7 @@ def test_watchdog_exits_with_the_stacks_of_all_threads():
 
 STACKS = """
 import time
-from maxlite.config.errors import prepare_process
+from maxlite.errors import prepare_process
 prepare_process("maxlite.train")
 def working():
   print("ready", flush=True)

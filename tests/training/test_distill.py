@@ -16,7 +16,7 @@ from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
 from maxlite.checkpoint.chunked_array import ChunkedArray, whole
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config import save_resolved
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory

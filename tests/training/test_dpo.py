@@ -18,10 +18,10 @@ from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, state_on, tak
 from tiny_run import keys_in, logged, start
 
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.config.errors import UserError
 from maxlite.config.schema import LoraConfig
 from maxlite.data.batch import Batch
 from maxlite.data.packing import pad_row
+from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.models import Decoder
 from maxlite.runs.evaluate_run import run_evaluation

@@ -12,13 +12,13 @@ from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
 from tiny import uneven_batch as batch_of
 
-from maxlite.config.registry import DRAFT_LOSSES, LOSSES
 from maxlite.data.batch import Batch
 from maxlite.evaluation.draft_acceptance import acceptance_sums, argmax_token
 from maxlite.evaluation.held_out import compile_eval_step, held_out_row
 from maxlite.phases.phase_plan import losses_by_phase
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
+from maxlite.registry import DRAFT_LOSSES, LOSSES
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.train_state import TrainState
 from maxlite.training.loss import Hidden, run_forward

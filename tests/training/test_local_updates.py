@@ -17,9 +17,10 @@ from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
 
 from maxlite.checkpoint.checksum import tree_hash
-from maxlite.config import UserError, load_config
+from maxlite.config import load_config
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.data.batch import Batch
+from maxlite.errors import UserError
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.runs.open_run import open_weights

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny import LENGTH, ROWS, uneven_batch
 
-from maxlite.config.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models import Decoder
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding import Sharder, build_mesh
 from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, Sums
 from maxlite.training.mtp_loss import MtpSums

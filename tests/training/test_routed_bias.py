@@ -7,10 +7,10 @@ import optax
 import pytest
 from tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
 
-from maxlite.config.registry import OPTIMIZERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import Router
 from maxlite.optim import build_optimizer
+from maxlite.registry import OPTIMIZERS
 from maxlite.training.routed_bias import move_routed_biases
 
 RATE = 0.003

@@ -15,13 +15,13 @@ from accelerator_rows import add_row, first_line
 from attention import AttentionSize, draw, value_and_gradients
 from moe import GroupedSize, skewed_sizes
 
-from maxlite.config.registry import ATTENTION_BACKENDS, GROUPED_MATMUL_BACKENDS, Registry
 from maxlite.kernels.attention import api as attention_api
 from maxlite.kernels.grouped_matmul.api import grouped_matmul
 from maxlite.kernels.grouped_matmul.api import resolve_backend as resolve_grouped_matmul
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
 from maxlite.kernels.hardware import hardware_of
 from maxlite.kernels.tokamax_library import is_installed
+from maxlite.registry import ATTENTION_BACKENDS, GROUPED_MATMUL_BACKENDS, Registry
 
 ON_CPU = jax.default_backend() == "cpu"
 # Kernels for one platform; on a CPU they are interpreted, or replaced by XLA's operations.

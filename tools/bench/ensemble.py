@@ -41,7 +41,7 @@ from moe import print_ratio, print_ratio_of
 from rich.console import Console
 from rich.table import Table
 
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
+from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.sharding.pytree import PyTree
 
 NUM_SIMULATED = 8

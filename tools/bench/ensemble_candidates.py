@@ -30,8 +30,8 @@ from ensemble_products import a_dot_each, one_grouped_matmul
 from flax.traverse_util import flatten_dict, unflatten_dict
 from rich.console import Console
 
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble
+from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.sharding.pytree import PyTree
 
 MAX_WIDTH = max(WIDTHS)

@@ -23,9 +23,10 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from matplotlib.ticker import NullLocator
 
-from maxlite.config import Config, exit_on_user_error, load_config
+from maxlite.config import Config, load_config
 from maxlite.config.schema import flatten
 from maxlite.data.batch import Batch
+from maxlite.errors import exit_on_user_error
 from maxlite.metrics.plots.figure import new_figure, save_figure, style_axes
 from maxlite.models import Decoder
 from maxlite.runs.open_run import open_trainer_data

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from maxlite.checkpoint.orbax_object_store import is_complete
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.object_store import join, to_path
 from maxlite.metrics.writers import read_rows
+from maxlite.storage.object_store import join, to_path
 
 LOGGED = ("loss", "total_loss", "grad_norm", "eval_loss")
 

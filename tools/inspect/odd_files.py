@@ -23,7 +23,8 @@ from pathlib import Path
 
 import maxlite
 from maxlite.checkpoint.manager import CheckpointWriteError
-from maxlite.config import Config, UserError, load_config
+from maxlite.config import Config, load_config
+from maxlite.errors import UserError
 from maxlite.runs.run import train_model
 
 LIMIT = 60  # [s]

@@ -13,8 +13,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from maxlite.config import Config, exit_on_user_error, main_config
+from maxlite.config import Config, main_config
 from maxlite.config.members import members_of
+from maxlite.errors import exit_on_user_error
 from maxlite.sharding.sharding_report import ParameterSharding, parameter_sharding
 from maxlite.training.trainer import Trainer, build_trainer
 

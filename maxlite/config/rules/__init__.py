@@ -7,7 +7,6 @@ a function and add it to the tuple at the end of its file.
 from collections.abc import Callable, Mapping, Sequence
 
 from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError
 from maxlite.config.rules.data_rules import DATA_RULES, data_files
 from maxlite.config.rules.ensemble_rules import ENSEMBLE_RULES
 from maxlite.config.rules.entry_point_rules import ENTRY_POINT_RULES
@@ -20,6 +19,7 @@ from maxlite.config.rules.training_rules import TRAINING_RULES
 from maxlite.config.rules.violation import Violations
 from maxlite.config.schema import Config, flatten
 from maxlite.config.values import show_key
+from maxlite.errors import UserError
 
 # Sources that are not at fault: defaults are consistent, and so are the keys that members share.
 DEFAULT = "default"

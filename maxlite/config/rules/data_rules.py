@@ -3,8 +3,6 @@
 import os
 
 from maxlite.config.data_files import other_dataset_type, template_fix, tokenizer_fix
-from maxlite.config.file_io import expand_glob
-from maxlite.config.registry import SOURCES, TOKENIZERS
 from maxlite.config.rules.path_rules import is_file
 from maxlite.config.rules.violation import (
   Violation,
@@ -13,8 +11,10 @@ from maxlite.config.rules.violation import (
   largest_divisor,
 )
 from maxlite.config.schema import Config, flatten
-from maxlite.config.tokenizer_files import FOLDER, MAIN_FILES
 from maxlite.config.yaml_files import CONFIGS
+from maxlite.registry import SOURCES, TOKENIZERS
+from maxlite.storage.file_io import expand_glob
+from maxlite.storage.tokenizer_files import FOLDER, MAIN_FILES
 
 # Keys that change the shape of batches during a run.
 SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")

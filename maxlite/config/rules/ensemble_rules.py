@@ -1,7 +1,6 @@
 """Rules on ensembles: how members are trained, halved, exchanged and proposed."""
 
 from maxlite.config.raw_values import show
-from maxlite.config.registry import ENSEMBLE_STRATEGIES, StrategyEntry
 from maxlite.config.rules.violation import (
   Violation,
   Violations,
@@ -10,6 +9,7 @@ from maxlite.config.rules.violation import (
   set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, flatten
+from maxlite.registry import ENSEMBLE_STRATEGIES, StrategyEntry
 
 
 def _strategy(ensemble: EnsembleConfig) -> StrategyEntry | None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from math import lcm, prod
 
-from maxlite.config.registry import PARTIAL_ATTENTION_BACKENDS
 from maxlite.config.rules.violation import Violation, Violations, largest_divisor
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, ModelConfig, flatten
 from maxlite.config.values import suggest
+from maxlite.registry import PARTIAL_ATTENTION_BACKENDS
 
 _GROUPS = ("ici", "dcn")  # the devices of one slice, and the slices
 

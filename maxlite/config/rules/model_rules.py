@@ -1,7 +1,6 @@
 """Rules on the architecture of the decoder and on what its backward pass saves."""
 
 from maxlite.config.raw_values import show
-from maxlite.config.registry import ATTENTION_BACKENDS
 from maxlite.config.rules.violation import (
   Violation,
   Violations,
@@ -10,6 +9,7 @@ from maxlite.config.rules.violation import (
   set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
+from maxlite.registry import ATTENTION_BACKENDS
 
 # By key of the rotary embedding, the types that read it.
 _ROPE_TYPES_OF_KEYS = {

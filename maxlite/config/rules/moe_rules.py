@@ -1,7 +1,6 @@
 """Rules on mixture-of-experts models; those of other families are not checked."""
 
 from maxlite.config.raw_values import show
-from maxlite.config.registry import GROUP_ROUTERS
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
   Violation,
@@ -10,6 +9,7 @@ from maxlite.config.rules.violation import (
   largest_divisor,
 )
 from maxlite.config.schema import DEFAULTS, Config
+from maxlite.registry import GROUP_ROUTERS
 
 
 def moe_layers(cfg: Config) -> Violations:

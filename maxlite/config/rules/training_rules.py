@@ -1,13 +1,6 @@
 """Rules on the optimizer, the parametrization, phases, replicas and teachers."""
 
 from maxlite.config.raw_values import Raw, show
-from maxlite.config.registry import (
-  DRAFT_LOSSES,
-  OPTIMIZERS,
-  PREFERENCE_LOSSES,
-  SOURCES,
-  TAUGHT_LOSSES,
-)
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
   Violation,
@@ -17,6 +10,13 @@ from maxlite.config.rules.violation import (
   set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, flatten
+from maxlite.registry import (
+  DRAFT_LOSSES,
+  OPTIMIZERS,
+  PREFERENCE_LOSSES,
+  SOURCES,
+  TAUGHT_LOSSES,
+)
 
 # Keys that only loss `distill` reads.
 TEACHER_KEYS = tuple(key for key in DEFAULTS if key.startswith(("teacher_", "distill_")))

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, machine_field, model_field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
+from maxlite.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import (
+from maxlite.registry import (
   ENSEMBLE_EXECUTORS,
   ENSEMBLE_STRATEGIES,
   with_auto,

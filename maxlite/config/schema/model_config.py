@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.model_families import MODELS, ModelFamily
-from maxlite.config.registry import ATTENTION_BACKENDS, with_auto
 from maxlite.config.schema.moe_config import MoeConfig
 from maxlite.config.schema.training_config import ParametrizationConfig
+from maxlite.registry import ATTENTION_BACKENDS, with_auto
 
 FLOAT_TYPES = ("float32", "bfloat16")
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxlite.config.config_field import field, model_field
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS, ROUTERS, with_auto
+from maxlite.registry import GROUPED_MATMUL_BACKENDS, ROUTERS, with_auto
 
 
 def _tile(what: str) -> tuple[int, ...]:

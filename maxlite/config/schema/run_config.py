@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, machine_field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import CALLBACKS
+from maxlite.registry import CALLBACKS
 
 MESH_AXES = ("ensemble", "data", "fsdp", "context", "expert", "tensor")  # outermost first
 AxisRules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -31,7 +31,7 @@ class RunConfig:
   )
   plugins: tuple[str, ...] = field(
     (),
-    "Modules, or paths of .py files, that add entries to the tables of config/registry.py.",
+    "Modules, or paths of .py files, that add entries to the tables of registry.py.",
     runs_code=True,
   )
   trust_plugins: bool = field(

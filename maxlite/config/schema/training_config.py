@@ -4,7 +4,7 @@ import dataclasses
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.raw_values import FrozenMapping
-from maxlite.config.registry import OPTIMIZERS, RUN_LOSSES, SCHEDULES
+from maxlite.registry import OPTIMIZERS, RUN_LOSSES, SCHEDULES
 
 PHASE_STRATEGIES = ("auto", "separate", "switch")
 

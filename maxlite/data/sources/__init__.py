@@ -1,4 +1,4 @@
-"""Data sources: functions that open the rows of a dataset_type (`config.registry.SOURCES`)."""
+"""Data sources: functions that open the rows of a dataset_type (`maxlite.registry.SOURCES`)."""
 
 import dataclasses
 import functools
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import PACKING_STRATEGIES, SOURCES
 from maxlite.config.schema import DataConfig
 from maxlite.data.packing import (
   DocumentRows,
@@ -33,6 +31,8 @@ from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary
+from maxlite.errors import UserError
+from maxlite.registry import PACKING_STRATEGIES, SOURCES
 
 _SYNTHETIC_TRAIN_ROWS = 1 << 20
 _SYNTHETIC_EVAL_ROWS = 1 << 10

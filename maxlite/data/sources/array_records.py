@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.object_store import DataFile, RemoteFile, download
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
 from maxlite.data.sources.text import cut_document
+from maxlite.errors import UserError
+from maxlite.storage.object_store import DataFile, RemoteFile, download
 
 # The defaults read ahead in every thread, each of which holds records of any size.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"

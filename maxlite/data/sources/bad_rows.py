@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
-from maxlite.config.errors import UserError, get_logger
+from maxlite.errors import UserError, get_logger
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -11,11 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.errors import UserError, get_logger
-from maxlite.config.json_values import Json, JsonObject
-from maxlite.config.object_store import DataFile
 from maxlite.config.schema import DataConfig
-from maxlite.config.tokenizer_files import require_unchanged
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import (
   NO_VARIABLES,
@@ -30,6 +26,10 @@ from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
 from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
 from maxlite.data.tokenizer_config import read_template
+from maxlite.errors import UserError, get_logger
+from maxlite.storage.json_values import Json, JsonObject
+from maxlite.storage.object_store import DataFile
+from maxlite.storage.tokenizer_files import require_unchanged
 
 log = get_logger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
 from maxlite.data.sources.template_worker import CLOSE, OPEN, RenderError, render
 from maxlite.data.tokenizer import ESCAPE
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json
 
 # {"role": ..., "content": ...}, and other fields a template reads. The answers in a message with
 # "weight": 0 do not count; templates do not see the weight.

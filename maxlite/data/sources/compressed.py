@@ -5,8 +5,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from maxlite.config.errors import UserError
-from maxlite.config.object_store import DataFile, size_and_version
+from maxlite.errors import UserError
+from maxlite.storage.object_store import DataFile, size_and_version
 
 if TYPE_CHECKING:
   from _typeshed import WriteableBuffer

@@ -10,9 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from maxlite.config.data_files import other_dataset_type
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import expand_glob, read_json_object
-from maxlite.config.object_store import (
+from maxlite.data.sources.compressed import inner_name
+from maxlite.errors import UserError
+from maxlite.storage.file_io import expand_glob, read_json_object
+from maxlite.storage.object_store import (
   HUB,
   DataFile,
   hub_path,
@@ -20,7 +21,6 @@ from maxlite.config.object_store import (
   list_files,
   size_and_version,
 )
-from maxlite.data.sources.compressed import inner_name
 
 STDLIB = "stdlib"
 _MAY_BE_COMPRESSED = ("", ".jsonl")  # of the formats, those of text

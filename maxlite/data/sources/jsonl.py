@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
-from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import open_file
 from maxlite.data.sources.text import cut_document
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
+from maxlite.storage.object_store import DataFile
 
 # In a row. A compressed file can hold billions, which are read without any progress.
 MAX_BLANK_LINES = 1_000_000

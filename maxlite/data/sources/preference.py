@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json
-from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat import ChatEncoder, MaskedIds, check_messages, read_variables
 from maxlite.data.sources.chat_template import Message, Variables
@@ -22,6 +19,9 @@ from maxlite.data.sources.jsonl import JsonRow
 from maxlite.data.sources.tables import read_rows
 from maxlite.data.token_cache import LOSS_MASK_BIT
 from maxlite.data.tokenize import EncodedPiece, Piece
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json
+from maxlite.storage.object_store import DataFile
 
 _FORM = 'write {"prompt": "...", "chosen": "...", "rejected": "..."}'
 

@@ -8,14 +8,14 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
-from maxlite.config.object_store import DataFile
 from maxlite.data.sources.arrow_sizes import read_sizes
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import TOO_LARGE, ExpansionLimit
 from maxlite.data.sources.jsonl import JsonRow, read_objects
 from maxlite.data.sources.text import cut_document
+from maxlite.errors import UserError
+from maxlite.storage.json_values import Json, JsonObject
+from maxlite.storage.object_store import DataFile
 
 ArrowObject: TypeAlias = Any  # an object of pyarrow, which has no types
 _ARROW_FILE = b"ARROW1\0\0"

@@ -4,10 +4,10 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from maxlite.config.errors import UserError
-from maxlite.config.object_store import DataFile
 from maxlite.data.sources.bad_rows import Reject, convert_rows, raise_error
 from maxlite.data.sources.compressed import expanded_size, open_file, skip
+from maxlite.errors import UserError
+from maxlite.storage.object_store import DataFile
 
 PIECE_BYTES = 1 << 18
 # Of a document of other formats. Encoding a piece takes many times its size in memory.

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.member_program import MemberProgram, MemberSetting
+from maxlite.errors import UserError
 
 
 class NotAlikeError(UserError):

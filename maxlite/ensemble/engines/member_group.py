@@ -20,7 +20,6 @@ import numpy as np
 from flax import struct
 from flax.linen import meta
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import Metrics, tree_bytes
 from maxlite.ensemble.engines.group_trees import (
   stack_rows,
@@ -28,6 +27,7 @@ from maxlite.ensemble.engines.group_trees import (
   take_row,
 )
 from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed, variables_of
+from maxlite.errors import UserError
 from maxlite.optim.labels import Labels, merge, path_of, split
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates

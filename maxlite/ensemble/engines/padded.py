@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -25,6 +24,7 @@ from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState

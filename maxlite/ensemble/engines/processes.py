@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 
-from maxlite.config.errors import UserError, get_logger
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -32,6 +31,7 @@ from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.ensemble.workers.worker_pool import assign_workers, gpu_names
 from maxlite.ensemble.workers.worker_process import WorkerCommand, describe_exit, start
+from maxlite.errors import UserError, get_logger
 from maxlite.sharding.pytree import PyTree
 
 MAX_RESTARTS = 3

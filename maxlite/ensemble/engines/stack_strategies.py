@@ -3,10 +3,10 @@
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import EngineRequest, Placement, largest_divisor
 from maxlite.ensemble.engines.grouping import NotAlikeError, describe_difference, group_members
 from maxlite.ensemble.engines.stacked import StackedEngine
+from maxlite.errors import UserError
 
 
 def build_stacked(request: EngineRequest) -> StackedEngine:

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -34,6 +33,7 @@ from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.ensemble.engines.stack_placement import StackPlacement
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.optim.labels import split
 from maxlite.phases.phase_programs import compile_in_parallel

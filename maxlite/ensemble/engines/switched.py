@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.engines.engine_base import (
   EngineRequest,
   EnsembleEngine,
@@ -24,6 +23,7 @@ from maxlite.ensemble.engines.engine_base import (
 )
 from maxlite.ensemble.engines.group_trees import join_metrics, stack_rows, take_row
 from maxlite.ensemble.member_program import MemberProgram
+from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree
 

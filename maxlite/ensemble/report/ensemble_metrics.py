@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.data.batch import Batch
+from maxlite.errors import UserError
 from maxlite.metrics.step_row import bits_per_byte
+from maxlite.storage.json_values import JsonObject
 
 NUM_BINS = 15  # bins of confidence, as in Guo et al. 2017
 LOSS_TEMPERATURE = 0.1  # [nats per token] a member worse by this has 1/e of the weight

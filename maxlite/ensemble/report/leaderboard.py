@@ -13,10 +13,10 @@ from rich.console import OverflowMethod
 from rich.table import Table
 from rich.text import Text
 
-from maxlite.config.file_io import write_atomically
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.raw_values import show
 from maxlite.metrics.step_row import LoggedRow
+from maxlite.storage.file_io import write_atomically
+from maxlite.storage.json_values import Json, JsonObject
 
 LEADERBOARD = "leaderboard.md"  # in the folder of an ensemble; written last
 NO_VALUE = "-"

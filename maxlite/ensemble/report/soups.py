@@ -15,7 +15,6 @@ from maxlite.checkpoint.chunked_array import ChunkedArray, Index, whole
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import CheckpointConfig
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberFunctions
@@ -23,6 +22,7 @@ from maxlite.ensemble.report.ensemble_metrics import score_combinations
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def mean_of_arrays(*arrays: np.ndarray) -> np.ndarray:

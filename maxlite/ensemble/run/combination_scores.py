@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from maxlite.config.json_values import JsonObject
 from maxlite.data.batch import Batch
 from maxlite.ensemble.member_program import MemberFunctions
 from maxlite.ensemble.report.ensemble_metrics import score_combinations
@@ -16,6 +15,7 @@ from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_wait
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.json_values import JsonObject
 
 
 def score_members(

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import read_json_object, write_atomically
+from maxlite.errors import UserError
+from maxlite.storage.file_io import read_json_object, write_atomically
 
 TOGETHER = "together.json"  # in the folder of a member
 

@@ -9,15 +9,15 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.config import Config
-from maxlite.config.json_values import JsonObject
 from maxlite.config.phases import phases_of
-from maxlite.config.registry import DRAFT_LOSSES
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import JsonConsole, Writers
 from maxlite.phases.phase_plan import losses_by_phase
+from maxlite.registry import DRAFT_LOSSES
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.step_log import Log, add_total, describe_divergence, total_tokens
 
 

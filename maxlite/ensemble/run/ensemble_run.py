@@ -16,11 +16,9 @@ from rich.console import Console
 
 from maxlite import __version__
 from maxlite.checkpoint.run_folder import Changes
-from maxlite.config import Config, UserError, exit_on_user_error
-from maxlite.config.json_values import Json, JsonObject
+from maxlite.config import Config
 from maxlite.config.members import members_of
 from maxlite.config.raw_values import show
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.config.schema import flatten
 from maxlite.data.batch import abstract_batch
 from maxlite.distributed.initialize import (
@@ -42,12 +40,15 @@ from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, rungs, survivors
 from maxlite.ensemble.workers.member_workers import MemberWorkers
+from maxlite.errors import UserError, exit_on_user_error
 from maxlite.kernels.xla_cpu import add_threads_for_collectives, enable_compilation_cache
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import open_console
+from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.open_run import lock_folder, save_config
 from maxlite.runs.run_report import describe_rates
 from maxlite.runs.saved_run import run_folder
+from maxlite.storage.json_values import Json, JsonObject
 from maxlite.training.batch_shape import global_batch_size
 
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from maxlite.config import Config, UserError
-from maxlite.config.json_values import JsonObject
+from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
@@ -20,11 +19,13 @@ from maxlite.ensemble.run.common_step import Segment
 from maxlite.ensemble.run.ensemble_log import EnsembleLog
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
+from maxlite.errors import UserError
 from maxlite.evaluation.held_out import held_out_row
 from maxlite.metrics.goodput import KINDS, Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.runs.saved_run import run_folder
 from maxlite.sharding.pytree import PyTree
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.loop import LoopContext, TrainResult, train
 
 

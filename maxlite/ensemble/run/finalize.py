@@ -8,8 +8,6 @@ import jax
 from rich.console import Console
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.file_io import write_atomically
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
 from maxlite.ensemble.report.leaderboard import (
   LEADERBOARD,
@@ -27,6 +25,8 @@ from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.plots.parallel_coordinates import draw_parallel_coordinates
 from maxlite.metrics.writers import read_rows
 from maxlite.optim.build import hyperparameters
+from maxlite.storage.file_io import write_atomically
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def finalize(

@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.errors import UserError
 from maxlite.metrics.writers import JsonlWriter, RowFormat, is_number, read_rows
+from maxlite.storage.json_values import JsonObject
 
 JOURNAL = "asha.jsonl"  # in the folder of the ensemble: a row per decision and per result
 _STARTS = ("start", "promote")

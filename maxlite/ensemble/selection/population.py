@@ -15,17 +15,18 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from rich.console import Console
 
-from maxlite.config import Config, UserError
-from maxlite.config.json_values import JsonObject
+from maxlite.config import Config
 from maxlite.config.tuning import perturbations_of
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.errors import UserError
 from maxlite.metrics.step_row import LoggedRow
 from maxlite.metrics.writers import JsonlWriter, RowFormat, Writers, is_number
 from maxlite.optim.build import hyperparameters, with_hyperparameters
+from maxlite.storage.json_values import JsonObject
 
 LINEAGE = "lineage.jsonl"  # in the folder of the ensemble: a row per copy
 _COLUMNS = ("member", "from", "loss", "from_loss", "before", "after")

@@ -8,17 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from maxlite.config import Config, UserError
-from maxlite.config.json_values import Json
+from maxlite.config import Config
 from maxlite.config.members import MemberConfig, members_of
 from maxlite.config.raw_values import FrozenMapping, show
-from maxlite.config.registry import SAMPLERS
 from maxlite.config.schema import flatten
 from maxlite.config.tuning import Dimension, Search, search_of, with_members
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.errors import UserError
+from maxlite.registry import SAMPLERS
+from maxlite.storage.json_values import Json
 
 if TYPE_CHECKING:  # an optional package
   import optuna

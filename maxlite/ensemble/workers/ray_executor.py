@@ -6,8 +6,8 @@ Every machine must have maxlite installed and see the run folder under the same 
 import dataclasses
 import signal
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble.workers.worker_process import LocalExecutor, WorkerCommand
+from maxlite.errors import UserError
 
 try:
   import ray

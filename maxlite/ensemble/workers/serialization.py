@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import serialization
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 
 

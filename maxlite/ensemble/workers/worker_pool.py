@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 import jax
 
-from maxlite.config.errors import UserError
-from maxlite.config.registry import ENSEMBLE_EXECUTORS
 from maxlite.ensemble.engines.submesh import assign_lpt
 from maxlite.ensemble.workers.worker_process import WorkerCommand, available_cores, describe_exit
+from maxlite.errors import UserError
+from maxlite.registry import ENSEMBLE_EXECUTORS
 
 USER_ERROR = 2  # an exit code after which a restart would fail again
 GPU_MEMORY_SHARE = 0.9  # the share of a GPU's memory for workers; its libraries need the rest

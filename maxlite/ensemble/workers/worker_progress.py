@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from maxlite.config.json_values import JsonObject
 from maxlite.ensemble.run.ensemble_log import describe_step
 from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
 from maxlite.metrics.writers import JsonConsole, parse_row
+from maxlite.storage.json_values import JsonObject
 
 _POLL_SECONDS = 0.5
 _DIVERGED = re.compile(r"(\S+) diverged by step ")  # from `EnsembleLog`

@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   DENSE_KEYS,
@@ -17,6 +16,7 @@ from maxlite.hf.family import (
   experts,
   mlp,
 )
+from maxlite.storage.json_values import Json, JsonObject
 
 # Our router by the topk_method of config.json.
 ROUTERS = {"greedy": "topk_softmax", "group_limited_greedy": "group_limited_greedy"}

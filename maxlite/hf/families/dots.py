@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, DENSE_KEYS, HfFamily, Key, TensorRule, experts, mlp
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def _require_global_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:

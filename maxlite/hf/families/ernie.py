@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
+from maxlite.storage.json_values import Json, JsonObject
 
 # Rotated channels are pairs (2c, 2c + 1); those of our layers are halves of a head.
 ATTENTION = (

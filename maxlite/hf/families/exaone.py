@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.olmo import BLOCK
 from maxlite.hf.family import DENSE_KEYS, SLIDING_WINDOW, HfFamily
+from maxlite.storage.json_values import Json, JsonObject
 
 INTERVAL = MODELS["exaone4"].global_layer_every
 

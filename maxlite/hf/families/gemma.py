@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
@@ -20,6 +19,7 @@ from maxlite.hf.family import (
   mlp,
 )
 from maxlite.hf.hf_rope import layered_rope_from_hf, layered_rope_to_hf
+from maxlite.storage.json_values import Json, JsonObject
 
 POST_NORMS = (
   TensorRule("attention_norm/scale", "input_layernorm.weight", "d -> d"),

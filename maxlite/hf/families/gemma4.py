@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.gemma import FINAL_SOFT_CAP, POST_NORMS
 from maxlite.hf.family import (
@@ -20,6 +19,7 @@ from maxlite.hf.family import (
   mlp,
 )
 from maxlite.hf.hf_rope import GLOBAL, LOCAL, dict_of, require_local_timescale
+from maxlite.storage.json_values import Json, JsonObject
 
 PER_LAYER_EMBED = (
   TensorRule(

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
@@ -17,6 +16,7 @@ from maxlite.hf.family import (
   experts,
   mlp,
 )
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, MOE_KEYS, SLIDING_WINDOW, HfFamily, Key, TensorRule
+from maxlite.storage.json_values import Json, JsonObject
 
 RULES = (
   TensorRule("attention/out/bias", "self_attn.o_proj.bias", "d -> d"),

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule, fused_experts
+from maxlite.storage.json_values import Json, JsonObject
 
 RULES = (
   TensorRule("moe/router/kernel", "block_sparse_moe.router.layer.weight", "d e -> e d"),

@@ -1,10 +1,10 @@
 """MiniMax-M2, M2.1 and M2.5."""
 
-from maxlite.config.json_values import JsonObject
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import BLOCK, MOE_KEYS, HfFamily, Key, TensorRule, experts
 from maxlite.hf.hf_rope import rope_from_hf
+from maxlite.storage.json_values import JsonObject
 
 FACTOR = "partial_rotary_factor"
 

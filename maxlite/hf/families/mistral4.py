@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import KEYS, LATENT_ATTENTION, V3
 from maxlite.hf.family import NORMS, Key, TensorRule, fused_experts, mlp
 from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf, rope_values
+from maxlite.storage.json_values import Json, JsonObject
 
 BETA = "llama_4_scaling_beta"
 SHARE = "partial_rotary_factor"

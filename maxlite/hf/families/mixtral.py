@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   BLOCK,
@@ -15,6 +14,7 @@ from maxlite.hf.family import (
   Key,
   experts,
 )
+from maxlite.storage.json_values import Json, JsonObject
 
 MIXTRAL = HfFamily(
   "mixtral",

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from maxlite.config.json_values import JsonObject
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
@@ -14,6 +13,7 @@ from maxlite.hf.family import (
   mlp,
 )
 from maxlite.hf.hf_rope import layered_rope_from_hf, layered_rope_to_hf
+from maxlite.storage.json_values import JsonObject
 
 BLOCK = (
   *ATTENTION,

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, SLIDING_WINDOW, HfFamily, TensorRule
+from maxlite.storage.json_values import Json, JsonObject
 
 RULES = (
   # Parameters of one tensor are concatenated along its rows.

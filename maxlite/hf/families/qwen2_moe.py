@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.mixtral import QWEN3_MOE
 from maxlite.hf.family import TensorRule, fused_experts, mlp
+from maxlite.storage.json_values import Json, JsonObject
 
 
 def num_shared_experts(hf: ConfigJson) -> int:

@@ -3,9 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.qwen2_moe import num_shared_experts
 from maxlite.hf.family import (
@@ -21,6 +20,7 @@ from maxlite.hf.family import (
   fused_experts,
   mlp,
 )
+from maxlite.storage.json_values import Json, JsonObject
 
 ATTENTION = (
   TensorRule(

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.json_values import Json, JsonObject
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.llama import LLAMA
+from maxlite.storage.json_values import Json, JsonObject
 
 INTERVAL = MODELS["smollm3"].global_layer_every
 

@@ -4,9 +4,9 @@ import ipaddress
 import os
 import socket
 
-from maxlite.config.errors import UserError
 from maxlite.config.rules.path_rules import is_header_text
 from maxlite.config.schema import ServeConfig
+from maxlite.errors import UserError
 
 API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.inference.batcher import Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
 

@@ -21,8 +21,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from maxlite.config.errors import UserError
 from maxlite.data.tokenizer import Tokenizer, encode_prompt
+from maxlite.errors import UserError
 from maxlite.inference.detokenizer import Detokenizer
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema

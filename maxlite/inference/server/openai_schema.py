@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
 

@@ -4,9 +4,9 @@ import contextlib
 import datetime
 import socket
 
-from maxlite.config import Config, UserError, exit_on_user_error
-from maxlite.config.errors import write_line
+from maxlite.config import Config
 from maxlite.data.sources.chat import open_chat
+from maxlite.errors import UserError, exit_on_user_error, write_line
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine
 from maxlite.inference.prompts import open_text_tokenizer

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlite.config import registry
-from maxlite.config.registry import ATTENTION_BACKENDS
+from maxlite import registry
 from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
 from maxlite.kernels.hardware import AMPERE, HOPPER, Hardware
 from maxlite.kernels.tokamax_library import find_attention
+from maxlite.registry import ATTENTION_BACKENDS
 
 AUTO = {"tpu": "splash", "other": "chunked"}  # by platform; for GPUs see _gpu_backend
 # Backends that need jax.shard_map(check_vma=False); see their modules.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask_info,
 )
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 
 _LANES = 128  # of a vector register: blocks are multiples of it

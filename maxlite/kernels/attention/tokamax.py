@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 from maxlite.kernels.tokamax_library import KERNELS, import_attention

@@ -9,11 +9,11 @@ float32 (in float64 if the operands are float64).
 import jax
 import jax.numpy as jnp
 
-from maxlite.config import registry
-from maxlite.config.registry import GROUPED_MATMUL_BACKENDS
+from maxlite import registry
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 from maxlite.kernels.hardware import BLACKWELL, HOPPER, Hardware
 from maxlite.kernels.quantized import quantized_grouped_matmul
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 # By platform; for GPUs see resolve_backend.
 AUTO = {"cpu": "tiled", "tpu": "megablox", "other": "ragged_dot"}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tile, Tiles, choose_tiles
 from maxlite.kernels.numerics import ceil_div

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tile
 from maxlite.kernels.hardware import BLACKWELL, HOPPER, hardware_of

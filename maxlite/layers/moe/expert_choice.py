@@ -1,6 +1,6 @@
 """The ROUTERS: how a token's experts and their weights follow from the router's logits.
 
-Each is a function (logits_BTE, bias_E, cfg) -> ExpertChoice, listed in config/registry.py. The bias
+Each is a function (logits_BTE, bias_E, cfg) -> ExpertChoice, listed in registry.py. The bias
 affects the choice of experts only.
 """
 

@@ -6,12 +6,12 @@ from flax import linen as nn
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.registry import ROUTERS
 from maxlite.config.schema import MoeConfig
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.moe.expert_choice import is_chosen
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
+from maxlite.registry import ROUTERS
 
 
 class RouterSums(struct.PyTreeNode):

@@ -12,7 +12,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 from maxlite.metrics.plots.figure import (
   BLUE,
   GRAY,

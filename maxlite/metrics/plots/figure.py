@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from maxlite.config.file_io import write_atomically
 from maxlite.metrics.step_row import LoggedRow
+from maxlite.storage.file_io import write_atomically
 
 BLUE = "#2a6fbb"
 ORANGE = "#d95f02"

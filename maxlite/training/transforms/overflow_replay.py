@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlite.config.errors import UserError
 from maxlite.config.schema import MoeConfig
+from maxlite.errors import UserError
 from maxlite.metrics.waits import print_to_stderr, report_wait
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree

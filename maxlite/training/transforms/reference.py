@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from maxlite.config.errors import UserError
 from maxlite.config.mixture import has_pairs
 from maxlite.config.phases import PhaseConfig, phases_of
-from maxlite.config.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.config.schema import Config, LoraConfig, ModelConfig
 from maxlite.data.batch import DeviceBatch
+from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, parameter_sizes, train_flops
 from maxlite.models import Decoder
 from maxlite.optim.labels import labels_of, trained_paths
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.loss import DecoderLoss, Hidden, Sums, run_forward
 from maxlite.training.model_folders import losses_of, reference_folders

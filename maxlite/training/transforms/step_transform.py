@@ -1,7 +1,7 @@
 """The base class of transforms of the training step, and the list of those that a config uses.
 
 A plain run trains with the step of `step/train_step.py` and has no transforms. A feature beside it
-is a transform: an entry of STEP_TRANSFORMS (config/registry.py), built from the config, in a file
+is a transform: an entry of STEP_TRANSFORMS (registry.py), built from the config, in a file
 of this folder. The trainer applies all transforms alike, in the order of the table, of which the
 first is the innermost.
 """
@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 from jax.sharding import Mesh
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.registry import STEP_TRANSFORMS
 from maxlite.config.schema import Config
 from maxlite.data.batch import DeviceBatch
 from maxlite.metrics.step_row import Row
 from maxlite.models import Decoder
+from maxlite.registry import STEP_TRANSFORMS
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from maxlite.config.registry import TAUGHT_LOSSES
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import DeviceBatch
 from maxlite.models import Decoder
+from maxlite.registry import TAUGHT_LOSSES
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics

@@ -8,8 +8,8 @@ import pytest
 from families import MLP, STEPS, batch, largest_error, loss, predict, train_alone
 from slow_cases import slow
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member
+from maxlite.errors import UserError
 
 TOLERANCE = 1e-6
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

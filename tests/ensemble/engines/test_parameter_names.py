@@ -9,8 +9,8 @@ import pytest
 from families import largest_error
 from slow_cases import slow
 
-from maxlite.config.errors import UserError
 from maxlite.ensemble import Ensemble, Member, lift
+from maxlite.errors import UserError
 
 RATES = (0.1, 0.03)
 BATCH = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)

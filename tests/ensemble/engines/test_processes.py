@@ -14,7 +14,6 @@ import optax
 import pytest
 from interrupts import interrupted_before_line
 
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes
 from maxlite.ensemble.engines.engine_base import EngineRequest
@@ -22,6 +21,7 @@ from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import MemberFactory, call_factory
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.ensemble.workers.worker_process import WorkerCommand
+from maxlite.registry import ENSEMBLE_STRATEGIES
 
 FACTORY = f"{__name__}:make"
 NUM_STEPS = 8

@@ -12,7 +12,6 @@ import pytest
 from families import largest_error
 from test_ensemble_run import ONE_EACH, TOLERANCE, Output, config, rows_of, start
 
-from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest, tree_bytes
@@ -21,6 +20,7 @@ from maxlite.ensemble.engines.stacked import StackedEngine
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member import call_model
 from maxlite.ensemble.member_program import abstract_tree
+from maxlite.errors import UserError
 from maxlite.runs.run import run_training
 
 WIDTH = 16

@@ -25,12 +25,12 @@ from families import (
 )
 from slow_cases import slow
 
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.linen_members import build_programs
 from maxlite.ensemble.member_program import abstract_tree, variables_of
 from maxlite.kernels.xla_cpu import jit_init
+from maxlite.registry import ENSEMBLE_STRATEGIES
 
 # Relative to the largest value of an array; measured: 4e-7 at most.
 TOLERANCE = 1e-6

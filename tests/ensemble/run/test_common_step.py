@@ -13,7 +13,6 @@ from test_ensemble_run import KEYS, TINY, checksums, rows_of
 from tiny_run import keys_in
 
 from maxlite.checkpoint.orbax_object_store import is_complete
-from maxlite.config.errors import UserError
 from maxlite.ensemble.run.common_step import (
   TOGETHER,
   Segment,
@@ -22,6 +21,7 @@ from maxlite.ensemble.run.common_step import (
   read_segment,
   write_segment,
 )
+from maxlite.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ from tiny_run import CLOCK, Output, empty_plots, keys_in
 
 from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
-from maxlite.config.errors import UserError
 from maxlite.config.members import members_of
-from maxlite.config.object_store import download, list_files
-from maxlite.config.registry import ENSEMBLE_STRATEGIES
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble.__main__ import main
 from maxlite.ensemble.run import finalize
 from maxlite.ensemble.run.ensemble_run import run_ensemble, train_ensemble
+from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
+from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.run import run_training
+from maxlite.storage.object_store import download, list_files
 
 STEPS = 4
 TINY = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from slow_cases import fast_only, slow
 
-from maxlite.config.registry import PLAIN_ROUTERS
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import ROUTERS, Router
+from maxlite.registry import PLAIN_ROUTERS
 
 NUM_EXPERTS = 12
 NUM_CHOSEN = 3

@@ -1,4 +1,4 @@
-"""Strategies that bring tokens to their experts and back; `config.registry.DISPATCHES` lists them.
+"""Strategies that bring tokens to their experts and back; `maxlite.registry.DISPATCHES` lists them.
 
 Each file of this folder implements one and describes it in an entry, a `Dispatch`.
 """
@@ -9,10 +9,10 @@ from collections.abc import Callable
 import jax
 from flax import struct
 
-from maxlite.config.registry import DISPATCHES
 from maxlite.config.schema import MoeConfig
 from maxlite.layers.moe.experts import ExpertMlp, ExpertWeights
 from maxlite.layers.moe.router import Route
+from maxlite.registry import DISPATCHES
 
 
 @struct.dataclass

@@ -12,7 +12,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from maxlite.config.errors import UserError
+from maxlite.errors import UserError
 
 # What a table registers: a function, class or value of the kind that the table describes.
 Implementation: TypeAlias = Any

@@ -8,10 +8,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from maxlite.config.config_field import KeyValue
-from maxlite.config.errors import UserError
-from maxlite.config.file_io import MAX_CONFIG_BYTES, new_folder, read_regular, require_own_file
-from maxlite.config.object_store import AnyPath, local_tokenizer
+from maxlite.errors import UserError
+from maxlite.storage.file_io import MAX_CONFIG_BYTES, new_folder, read_regular, require_own_file
+from maxlite.storage.object_store import AnyPath, local_tokenizer
 
 FOLDER = "tokenizer"  # in the folder of a run
 RUN = "{run}/"  # begins a path that is relative to the folder of its file
@@ -45,7 +44,7 @@ def resolve_owned(path: str, folder: AnyPath) -> str:
   return path
 
 
-def copy_tokenizer(values: Mapping[str, KeyValue], folder: Path) -> bool:
+def copy_tokenizer(values: Mapping[str, object], folder: Path) -> bool:
   """Copy the files that OWNED_KEYS name to the run in `folder`, and write their digests.
 
   Returns:
@@ -78,7 +77,7 @@ def copy_tokenizer(values: Mapping[str, KeyValue], folder: Path) -> bool:
   return False
 
 
-def _main_file(values: Mapping[str, KeyValue]) -> str:
+def _main_file(values: Mapping[str, object]) -> str:
   """The name of the copy of the file at tokenizer_path; plug-ins read files of any name."""
   path = str(values["tokenizer_path"])
   return MAIN_FILES.get(values["tokenizer_type"], path.rpartition("/")[2])
@@ -103,7 +102,7 @@ def _copy_files(main: Path | None, main_name: str, template: str, target: Path) 
   write_digests(target)
 
 
-def owned_values(values: Mapping[str, KeyValue], folder: Path) -> dict[str, str]:
+def owned_values(values: Mapping[str, object], folder: Path) -> dict[str, str]:
   """Return the values of OWNED_KEYS for the saved config of the run in `folder`.
 
   They are those of `values` for files of which the run has no copy.

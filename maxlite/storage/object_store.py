@@ -20,9 +20,9 @@ from typing import BinaryIO, NamedTuple, TypeAlias, TypeVar
 import fsspec
 from etils import epath
 
-from maxlite.config.errors import UserError, write_line
-from maxlite.config.file_io import new_folder
-from maxlite.config.json_values import Json
+from maxlite.errors import UserError, write_line
+from maxlite.storage.file_io import new_folder
+from maxlite.storage.json_values import Json
 
 T = TypeVar("T")
 AnyPath: TypeAlias = Path | epath.Path

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from maxlite.config.libtpu_environment import quiet_libtpu
+from maxlite.libtpu_environment import quiet_libtpu
 
 # Errors of the operating system that the user can correct: full or read-only disks, permissions,
 # links and special files in the place of files.

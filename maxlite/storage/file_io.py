@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from maxlite.config.errors import UserError
-from maxlite.config.json_values import JsonObject
+from maxlite.errors import UserError
+from maxlite.storage.json_values import JsonObject
 
 # Limits of files that may be a stranger's, and are read as a whole [bytes].
 MAX_CONFIG_BYTES = 4 << 20

@@ -1,0 +1,1 @@
+"""Files on this machine and on object stores, and the files that a run owns."""
