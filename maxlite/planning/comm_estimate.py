@@ -156,23 +156,23 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
   and `capacity`.
 
   Args:
-    target: the trainer, and the devices that its mesh stands for.
+    target: the program, and the devices that its mesh stands for.
     phase: index of the phase whose step is estimated.
   """
-  trainer = target.trainer
-  objective = trainer.objectives[phase]
+  program = target.program
+  objective = program.objectives[phase]
   step = _Step(
-    model=trainer.cfg.model,
-    sharder=trainer.sharder,
-    tokens=math.prod(objective.batch_shape) // num_token_shards(trainer.sharder),
-    num_micro=objective.training.gradient_accumulation_steps,
-    diloco_sync_period=trainer.cfg.local_updates.diloco_sync_period,
+    model=program.spec.model,
+    sharder=program.sharder,
+    tokens=math.prod(objective.batch_shape) // num_token_shards(program.sharder),
+    num_micro=objective.spec.gradient_accumulation_steps,
+    diloco_sync_period=program.spec.local_updates.diloco_sync_period,
     slices=target.slices,
     grid=target.grid,
   )
-  trained, _ = split(trainer.abstract_state.params, objective.labels)
+  trained, _ = split(program.abstract_state.params, objective.labels)
   trained_paths = set(paths_in(trained))
-  for parameter in trainer.parameter_shardings:
+  for parameter in program.parameters:
     weight = _build_weight(step, parameter)
     _gather_weight(step, weight)
     if parameter.path in trained_paths:

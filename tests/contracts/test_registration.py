@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import struct
+from maxlite.training.transforms.step_transform import StepTransform
 
 from maxlite import registry as tables
 from maxlite.config import load_config
@@ -19,7 +20,6 @@ from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.runs.run import run_training
-from maxlite.training.transforms.step_transform import StepTransform
 
 # Of each kind: the table, and the entry that the toy calls.
 KINDS = {

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import trees
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 from tiny import (
   ROWS,
   VOCAB,
@@ -47,7 +48,6 @@ from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params
 from maxlite.training.step_log import StepLog
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
 gradient_accumulation_steps: 2}"

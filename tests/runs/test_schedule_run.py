@@ -11,7 +11,7 @@ from tiny_run import logged, start
 
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
-from maxlite.phases.phase_programs import compile_for_batches
+from maxlite.step.compile import compile_for_batches
 from maxlite.training.trainer import build_trainer
 
 SCHEDULES = {

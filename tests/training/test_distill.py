@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from maxlite.training.transforms.teacher import DISTILL, teacher_of
 from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, take_steps, uneven_batch
 from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
@@ -27,7 +28,6 @@ from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_
 from maxlite.training.loss import Sums
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.teacher import DISTILL, teacher_of
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 WIDTHS = (8, 8, 12)  # of the student and of two teachers

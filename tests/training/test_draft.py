@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trees
+from maxlite.training.transforms.alternating_phases import phase_plan_of
 from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
 from tiny import uneven_batch as batch_of
@@ -23,7 +24,6 @@ from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.train_state import TrainState
 from maxlite.training.loss import Hidden, run_forward
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 D = 8
 J = 3

@@ -12,6 +12,7 @@ import optax
 import pytest
 import trees
 from host_runs import run
+from maxlite.training.transforms.local_updates import OuterOptimizer
 from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
@@ -29,7 +30,6 @@ from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import build_train_step
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.local_updates import OuterOptimizer
 
 RATE = 0.5
 MOMENTUM = 0.6

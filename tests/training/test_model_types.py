@@ -8,6 +8,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from maxlite.training.transforms.reference import Reference
+from maxlite.training.transforms.step_transform import find_transform
 from safetensors.numpy import load_file, save_file
 from slow_cases import slow
 from test_distill import save_run
@@ -20,8 +22,6 @@ from maxlite.config.schema import DEFAULTS
 from maxlite.hf.hf_config import model_keys
 from maxlite.training.model_weights import read_parameters
 from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.reference import Reference
-from maxlite.training.transforms.step_transform import find_transform
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 TYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
