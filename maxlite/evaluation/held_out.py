@@ -35,7 +35,7 @@ def build_evaluation(
   """Build the evaluation of a state in a run; None without held-out data."""
   if data.source.eval is None:
     return None
-  eval_step = compile_eval_step(program, data)
+  eval_step = compile_eval_step(program, data.source.num_bytes_V)
 
   def evaluate_state(state: TrainState) -> dict[str, float]:
     batches = data.eval_batches_by_source(cfg.observe.eval_steps)
@@ -123,14 +123,13 @@ def _results(sums: Sums) -> dict[str, float]:
   return results
 
 
-def compile_eval_step(program: Program, data: DataLoader) -> EvalStep:
-  """The compiled evaluation step for the held-out rows of `data`, on the program's mesh."""
+def compile_eval_step(program: Program, num_bytes_V: np.ndarray) -> EvalStep:
+  """The compiled evaluation step, on the program's mesh."""
   for feature in program.features:
-    eval_step = feature.build_eval_step(program.model, data.cfg)
+    eval_step = feature.build_eval_step(program.model)
     if eval_step is not None:
       return eval_step
-  num_bytes_V = jnp.asarray(data.source.num_bytes_V)
-  step = build_eval_step(program.model, program.spec.training, num_bytes_V)
+  step = build_eval_step(program.model, program.spec.training, jnp.asarray(num_bytes_V))
   return jax.jit(step)
 
 

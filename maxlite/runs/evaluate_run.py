@@ -58,7 +58,7 @@ def evaluate_held_out(
   """
   data = open_run_data(cfg, program)
   batches = data.eval_batches_by_source(num_batches)
-  eval_step = compile_eval_step(program, data)
+  eval_step = compile_eval_step(program, data.source.num_bytes_V)
   with report_wait("compiling the evaluation step, and evaluating"):
     result = evaluate(program, eval_step, params, batches, averages)
   return result, data

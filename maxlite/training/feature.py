@@ -14,7 +14,7 @@ import jax
 import optax
 
 from maxlite.checkpoint.run_folder import RunFolder
-from maxlite.config.schema import Config, DataConfig
+from maxlite.config.schema import Config
 from maxlite.data.batch import DeviceBatch
 from maxlite.metrics.step_row import Row
 from maxlite.models import Decoder
@@ -113,9 +113,9 @@ class Feature:
 
   # Report: what the run evaluates, counts, prints and draws.
 
-  def build_eval_step(self, model: Decoder, data: DataConfig) -> EvalStep | None:
+  def build_eval_step(self, model: Decoder) -> EvalStep | None:
     """Build the evaluation step of held-out rows that are not text; None: they are."""
-    del model, data
+    del model
     return None
 
   def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:

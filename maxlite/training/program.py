@@ -191,12 +191,14 @@ class Program:
 
   def init(self, seed: int, params: PyTree = None) -> TrainState:
     """Initialize the state, every leaf on its own devices; donates `params`, see `init_params`."""
+    return self._init(np.uint32(seed), params)
 
+  @functools.cached_property
+  def _init(self) -> Callable[[ArrayLike, PyTree], TrainState]:
     def init(seed: ArrayLike, params: PyTree) -> TrainState:
       return first_state(self, meta.unbox(init_params(self, seed, params)), seed)
 
-    shardings = shardings_of(self.abstract_state)
-    return jit_init(init, out_shardings=shardings, donate_argnums=1)(np.uint32(seed), params)
+    return jit_init(init, out_shardings=shardings_of(self.abstract_state), donate_argnums=1)
 
   @functools.cached_property
   def step(self) -> Step:

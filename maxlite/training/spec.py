@@ -6,6 +6,7 @@ period; ensembles group their members by it, and tests share compiled programs b
 
 import dataclasses
 
+from maxlite.config.mixture import has_pairs
 from maxlite.config.phases import PhaseConfig, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import (
@@ -73,6 +74,8 @@ class StepSpec:
   # The sizes of evaluation batches, and of a run without phases.
   batches: DataConfig
   objectives: tuple[ObjectiveSpec, ...]
+  # Whether the held-out rows are pairs of answers.
+  evaluates_pairs: bool
   local_updates: LocalUpdatesConfig
   compiler_options: FrozenMapping
   # None: there is one objective.
@@ -126,6 +129,7 @@ def spec_of(cfg: Config) -> StepSpec:
     training=cfg.training,
     batches=_sizes_of(cfg.data),
     objectives=tuple(objectives),
+    evaluates_pairs=has_pairs(cfg.data),
     phases=schedule,
     local_updates=cfg.local_updates,
     compiler_options=cfg.run.compiler_options,

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxlite.training.transforms.reference import ReferenceLoss
 from tiny import LENGTH, ROWS, uneven_batch
 
 from maxlite.config.schema import DEFAULTS, Config, build
@@ -12,6 +11,7 @@ from maxlite.layers.moe.router import RouterSums
 from maxlite.models import Decoder
 from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding import Sharder, build_mesh
+from maxlite.training.features.reference import ReferenceLoss
 from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, Sums
 from maxlite.training.mtp_loss import MtpSums
 

@@ -2,7 +2,7 @@
 
   python tools/inspect/mutants.py [NAME ...] [--jobs 2] [--write]
 
-tests/mutants/mutants.yml lists the bugs, most of which have shipped in a trainer: each is a small
+tests/mutants/mutants.yml lists the bugs, most of which have shipped in a program: each is a small
 change to one file, with the tests that should find it. Each is applied to a copy of the sources. A
 mutant is killed if a test fails, but not if the sources fail to import; the slow tests run only if
 the others pass. The exit code is 1 if a mutant survives. `--write` writes their rows into the table

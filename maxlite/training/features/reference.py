@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from maxlite.config.mixture import has_pairs
-from maxlite.config.schema import DataConfig, LoraConfig, ModelConfig
+from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.data.batch import DeviceBatch
 from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
@@ -75,8 +74,8 @@ class Reference(Feature):
     reference = Decoder(self.model, loss.model.sharder)
     return ReferenceLoss(loss.model, loss.loss, loss.cfg, loss.moe, reference)
 
-  def build_eval_step(self, model: Decoder, data: DataConfig) -> EvalStep | None:
-    if not has_pairs(data):
+  def build_eval_step(self, model: Decoder) -> EvalStep | None:
+    if not self._spec.evaluates_pairs:
       return None
     losses = [each.loss for each in self._spec.objectives]
     name = next(name for name in losses if name in PREFERENCE_LOSSES)
