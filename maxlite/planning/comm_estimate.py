@@ -25,7 +25,7 @@ from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
-from maxlite.training.transforms.local_updates import AXIS
+from maxlite.training.features.local_updates import AXIS
 
 _TPU_LANES = 128
 _NEGLIGIBLE_BYTES = 1000.0

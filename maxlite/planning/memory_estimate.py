@@ -17,8 +17,8 @@ from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.sharding.sharding_report import ParameterSharding
 from maxlite.training.feature import abstract_inputs
+from maxlite.training.features.teacher import TEACHER
 from maxlite.training.program import Objective, Program
-from maxlite.training.transforms.teacher import TEACHER
 
 FLOAT32_BYTES = 4
 

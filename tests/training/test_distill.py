@@ -24,7 +24,8 @@ from maxlite.planning.plan_report import memory_lines
 from maxlite.runs.open_run import open_weights
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
-from maxlite.training.features.teacher import DISTILL, teacher_of
+from maxlite.training.feature import find_feature
+from maxlite.training.features.teacher import DISTILL, Teacher
 from maxlite.training.loss import Sums
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.program import flops_per_step
@@ -172,7 +173,7 @@ def test_any_mesh_and_accumulation_give_the_same_step(teacher, one_step, mesh, n
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-5, err_msg=name)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
   jax.tree.map(close, params, expected)
-  sharded = teacher_of(program).params[1]["layers_0"]["moe"]["wo"]
+  sharded = find_feature(program.features, Teacher).params[1]["layers_0"]["moe"]["wo"]
   assert sharded.addressable_shards[0].data.size < sharded.size / 3
 
 
@@ -191,14 +192,14 @@ def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   program = student_of(teacher, "", 1, **keys, per_device_batch_size=ROWS)
   compiled = matmul_flops(parse(program.lower(program.objectives[0]).compile().as_text())).total
   (counted,) = flops_per_step(program)
-  forward = teacher_of(program).forward_flops(program.batch_shape)
+  forward = find_feature(program.features, Teacher).forward_flops(program.batch_shape)
   assert counted <= compiled < counted + forward / 4 < counted * 1.1  # attention is counted half
 
 
 @pytest.mark.slow
 def test_the_memory_estimate_counts_the_parameters_of_the_teacher(teacher):
   program = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
-  leaves = jax.tree.leaves(teacher_of(program).params)
+  leaves = jax.tree.leaves(find_feature(program.features, Teacher).params)
   num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
   estimate = estimate_memory(program)
   assert estimate.teacher == num_bytes
@@ -240,7 +241,9 @@ def test_a_hugging_face_folder_teaches(folder):
     max_target_length=8,
   )
   program = build(cfg)
-  assert teacher_of(program).models[0].program.spec.model.decoder_block == "mixtral"
+  assert (
+    find_feature(program.features, Teacher).models[0].program.spec.model.decoder_block == "mixtral"
+  )
   assert "distill_loss" in program.lower(program.objectives[0]).out_info[1]
 
 
@@ -250,7 +253,7 @@ def test_a_run_with_moving_averages_teaches_by_them(folder):
   assert start(folder, **keys)[0] == 0
   _, params, averages, _ = open_weights(config_of(**keys_in(folder, **keys)))
   student = student_of(folder / "run", "", 1, **SMALL, per_device_batch_size=ROWS)
-  (taught,) = teacher_of(student).params
+  (taught,) = find_feature(student.features, Teacher).params
   jax.tree.map(np.testing.assert_array_equal, taught, averages)
   assert tree_hash(params) != tree_hash(averages)
 

@@ -359,10 +359,10 @@ def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   ids=str,
 )
 def test_mistakes_are_one_line(keys, message):
-  def build():
+  def check_and_build():
     cfg = config_of(**DENSE | ADAPTERS | PAIRS | keys)
     check_model_folders(cfg)  # as a command does before it imports JAX
     build(cfg, jax.devices()[:1])
 
   with pytest.raises(UserError, match=re.escape(message)):
-    build()
+    check_and_build()

@@ -12,7 +12,6 @@ import optax
 import pytest
 import trees
 from host_runs import run
-from maxlite.step.step import build_train_step
 from slow_cases import slow
 from tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, place
 from tiny_run import Output, keys_in, logged, parameter_hash, shared_program, start
@@ -28,6 +27,7 @@ from maxlite.runs.open_run import open_weights
 from maxlite.sharding import build_mesh
 from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
+from maxlite.step.train_step import build_train_step
 from maxlite.training.features.local_updates import OuterOptimizer
 from maxlite.training.program import shardings_of
 from maxlite.training.spec import spec_of
@@ -164,7 +164,7 @@ def test_keys_that_do_not_fit_replicas_are_one_line(keys, fix):
 
 @pytest.fixture(scope="module")
 def program(runs_folder):
-  return shared_program(config_of(**keys_in(runs_folder, **LOCAL)))
+  return shared_program(spec_of(config_of(**keys_in(runs_folder, **LOCAL))))
 
 
 class NesterovSteps:

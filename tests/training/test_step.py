@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 import trees
-from maxlite.step.step import build_train_step
 from tiny import (
   assert_same_steps,
   build,
@@ -27,6 +26,7 @@ from maxlite.optim import build_schedule
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
+from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
 
 MESH = mesh_keys("fsdp=4 tensor=2")
