@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-import trees
+from support import trees
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import maxlite

@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from host_runs import run
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
-from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
+from support import trees
+from support.host_runs import run
+from support.slow_cases import slow
+from support.tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
+from support.tiny_run import (
+  Output,
+  keys_in,
+  logged,
+  parameter_hash,
+  start,
+  trainer_with_shared_programs,
+)
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config import load_config

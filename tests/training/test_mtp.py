@@ -7,10 +7,19 @@ import re
 import jax
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
-from tiny import uneven_batch as batch_of
+from support import trees
+from support.slow_cases import slow
+from support.tiny import (
+  LENGTH,
+  ROWS,
+  VOCAB,
+  assert_same_steps,
+  config_of,
+  mesh_keys,
+  place,
+  take_steps,
+)
+from support.tiny import uneven_batch as batch_of
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.metrics.flops import train_flops
