@@ -50,7 +50,7 @@ def kubernetes_objects():
 
 
 def test_the_jobset_is_valid_for_kubernetes():
-  models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-program-api")
+  models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
   written = kubernetes_objects()["JobSet"]
   read = models.JobsetV1alpha2JobSet.from_dict(written)
   assert read.to_dict() == written  # an unknown field would be missing

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_run import STEPS
+from support.tiny_run import STEPS
 
 import maxlite
 from maxlite.runs.open_run import open_run_data

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
+from support import trees
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.registry import ENSEMBLE_STRATEGIES

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny import LENGTH, build, config_of, mesh_keys, state_on
+from support.tiny import LENGTH, build, config_of, mesh_keys, state_on
 
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate

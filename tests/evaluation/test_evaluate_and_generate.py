@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import config_of, uneven_batch
-from tiny_run import Output, keys_in, logged, shared_programs
+from support.tiny import config_of, uneven_batch
+from support.tiny_run import Output, keys_in, logged, shared_programs
 
 import maxlite
 import maxlite.evaluate

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from conversion import converted
 from safetensors.numpy import load_file, save_file
-from slow_cases import slow
-from tiny import build
+from support.slow_cases import slow
+from support.tiny import build
 
 import maxlite
 from maxlite import convert
@@ -33,27 +34,20 @@ FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
 # Optimized for compile time, not run time.
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
-
-
-def converted(arguments, dataset_type="synthetic"):
-  """Run `maxlite.convert` and return its exit code; tiny vocabularies have no byte tokens."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["convert", *map(str, arguments), f"dataset_type={dataset_type}"])
-    try:
-      return convert.main()
-    except SystemExit as error:
-      return error.code
+SYNTHETIC = {"dataset_type": "synthetic"}  # tiny vocabularies have no byte tokens
 
 
 def imported(source, root, name):
   """Import a Hugging Face folder as a run, and return the exit code."""
-  return converted(["from_hf", source, f"run_name={name}", f"base_output_directory={root}"])
+  return converted(
+    ["from_hf", source, f"run_name={name}", f"base_output_directory={root}"], **SYNTHETIC
+  )
 
 
 def exported(root, name, output):
   """Export a run to a folder, and return the exit code."""
   keys = [f"run_name={name}", f"base_output_directory={root}", f"output_path={output}"]
-  return converted(["to_hf", *keys])
+  return converted(["to_hf", *keys], **SYNTHETIC)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +187,7 @@ def test_an_upcycled_model_computes_the_same_function(root, dense):
     "--num_experts=4",
     "--prompt=see a.yml",
   ]
-  assert converted(["upcycle", *flags]) == 0
+  assert converted(["upcycle", *flags], **SYNTHETIC) == 0
   assert read_saved(root / mixture / "config.yml")["prompt"] == "see a.yml"
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
   assert exported(root, mixture, root / f"{mixture}_out") == 0
@@ -218,7 +212,7 @@ def test_adapters_are_merged_on_upcycling(root, capsys):
   save_resolved(cfg, root / "adapted" / "config.yml")
   write_parameters(root / "adapted" / "checkpoints" / "0", arrays)
   target = ("output_path=mixture_of_adapted", "num_experts=4")
-  assert converted(["upcycle", *overrides, *target]) == 0
+  assert converted(["upcycle", *overrides, *target], **SYNTHETIC) == 0
   logits = logits_of(root / "mixture_of_adapted")
   expected = logits_of(root / "adapted")
   np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
@@ -344,7 +338,7 @@ def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
   ],
 )
 def test_an_invalid_command_exits_with_one_line(root, capsys, args, message):
-  assert converted([*args, f"base_output_directory={root}"]) == 2
+  assert converted([*args, f"base_output_directory={root}"], **SYNTHETIC) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "new").exists()

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-import trees
-from tiny import build
+from support import trees
+from support.tiny import build
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import maxlite

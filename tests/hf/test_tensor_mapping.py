@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.checkpoint import chunked_array
 from maxlite.checkpoint.checksum import leaves_by_path

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import build, config_of
+from support.tiny import build, config_of
 
 from maxlite.evaluation.held_out import compile_eval_step, held_out_row
 from maxlite.metrics.catalogue import METRICS, describe_metric

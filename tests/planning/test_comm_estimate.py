@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from tiny import LENGTH, ROWS, config_of, mesh_keys
+from support.tiny import LENGTH, ROWS, config_of, mesh_keys
 
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo_collectives import collectives

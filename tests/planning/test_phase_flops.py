@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from tiny import build, config_of
+from support.tiny import build, config_of
 
 from maxlite.metrics.flops import train_flops
 from maxlite.planning.hlo import parse

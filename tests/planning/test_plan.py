@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_runs import arguments_of
-from tiny import KEYS, config_of, mesh_keys
+from support.host_runs import arguments_of
+from support.tiny import KEYS, config_of, mesh_keys
 
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import trees
-from tiny import (
+from support import trees
+from support.tiny import (
   ROWS,
   VOCAB,
   build,
@@ -24,7 +24,7 @@ from tiny import (
   take_steps,
   uneven_batch,
 )
-from tiny_run import (
+from support.tiny_run import (
   STEPS,
   Output,
   assert_equals_uninterrupted,

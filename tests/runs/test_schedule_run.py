@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import build, config_of
-from tiny_run import logged, start
+from support.tiny import build, config_of
+from support.tiny_run import logged, start
 
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import compilations
-from tiny_run import start
+from support.tiny import compilations
+from support.tiny_run import start
 
 import maxlite
 from maxlite import convert

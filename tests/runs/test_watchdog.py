@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-from corruption import corrupted
-from tiny import build, config_of
-from tiny_run import keys_in
+from support.corruption import corrupted
+from support.tiny import build, config_of
+from support.tiny_run import keys_in
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, take_steps, uneven_batch
-from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
+from support.saved_models import save_run
+from support.slow_cases import slow
+from support.tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, take_steps, uneven_batch
+from support.tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
 
-from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
-from maxlite.checkpoint.chunked_array import ChunkedArray, whole
-from maxlite.checkpoint.parameters import write_parameters
+from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config import save_resolved
 from maxlite.errors import UserError
 from maxlite.planning.hlo import parse
@@ -109,17 +108,6 @@ def test_the_loss_mixes_the_next_token_with_the_divergence_times_t_squared():
   sums = Sums(number(4), nll=number(8), logits_z=number(0), layers={}, divergence=number(12))
   total, parts = DISTILL.combine(sums, cfg.training, cfg.model.moe)
   assert (total, parts["loss"], parts["distill_loss"]) == (0.75 * 2 + 0.25 * 9 * 3, 2, 9 * 3)
-
-
-def save_run(folder, params, cfg):
-  """Write `params` as the weights of a run that has not been trained."""
-
-  def stored(x):
-    return ChunkedArray(x.shape, x.dtype, x.shape, lambda: [(whole(x.shape), x)])
-
-  leaves = {path: stored(leaf) for path, leaf in leaves_by_path(jax.device_get(params)).items()}
-  write_parameters(folder / "checkpoints" / "0", leaves)
-  save_resolved(cfg, folder / "config.yml")
 
 
 @pytest.fixture(scope="module")

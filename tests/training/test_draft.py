@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from tiny import (
+from support import trees
+from support.slow_cases import slow
+from support.tiny import (
   LENGTH,
   ROWS,
   VOCAB,
@@ -20,7 +20,7 @@ from tiny import (
   place,
   take_steps,
 )
-from tiny import uneven_batch as batch_of
+from support.tiny import uneven_batch as batch_of
 
 from maxlite.data.batch import Batch
 from maxlite.evaluation.draft_acceptance import acceptance_sums, argmax_token

@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-import trees
-from tiny import mesh_keys, place, uneven_batch
+from support import trees
+from support.tiny import mesh_keys, place, uneven_batch
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck

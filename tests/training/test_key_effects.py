@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-import trees
-from tiny import VOCAB, build, config_of, place, state_on, take_steps, uneven_batch
+from support import trees
+from support.tiny import VOCAB, build, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.runs.open_run import open_objective_data, open_run_data

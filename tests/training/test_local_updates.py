@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from host_runs import run
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, place
-from tiny_run import Output, keys_in, logged, parameter_hash, shared_program, start
+from support import trees
+from support.host_runs import run
+from support.slow_cases import slow
+from support.tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, place
+from support.tiny_run import Output, keys_in, logged, parameter_hash, shared_program, start
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config import load_config

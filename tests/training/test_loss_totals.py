@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LENGTH, ROWS, uneven_batch
+from support.tiny import LENGTH, ROWS, uneven_batch
 
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.moe.router import RouterSums

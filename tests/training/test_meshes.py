@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from slow_cases import slow
-from tiny import assert_same_steps, mesh_keys, place, take_steps, uneven_batch
+from support.slow_cases import slow
+from support.tiny import assert_same_steps, mesh_keys, place, take_steps, uneven_batch
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.step.train_state import TrainState

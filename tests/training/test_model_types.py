@@ -8,11 +8,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from preference_pairs import PAIRS, draw_pairs, packed
 from safetensors.numpy import load_file, save_file
-from slow_cases import slow
-from test_distill import save_run
-from test_dpo import PAIRS, draw_pairs, packed
-from tiny import KEYS, ROWS, VOCAB, build, config_of, place
+from support.saved_models import save_run
+from support.slow_cases import slow
+from support.tiny import KEYS, ROWS, VOCAB, build, config_of, place
 
 import maxlite
 from maxlite.checkpoint.checksum import leaves_by_path

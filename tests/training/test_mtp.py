@@ -7,9 +7,9 @@ import re
 import jax
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from tiny import (
+from support import trees
+from support.slow_cases import slow
+from support.tiny import (
   LENGTH,
   ROWS,
   VOCAB,
@@ -20,7 +20,7 @@ from tiny import (
   place,
   take_steps,
 )
-from tiny import uneven_batch as batch_of
+from support.tiny import uneven_batch as batch_of
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.metrics.flops import train_flops

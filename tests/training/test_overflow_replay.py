@@ -7,8 +7,8 @@ import signal
 import jax
 import numpy as np
 import pytest
-from tiny import build, config_of, mesh_keys, place
-from tiny_run import Output, expert_loads, last_manifest, logged, parameter_hash, start
+from support.tiny import build, config_of, mesh_keys, place
+from support.tiny_run import Output, expert_loads, last_manifest, logged, parameter_hash, start
 
 from maxlite.config import Config
 from maxlite.data.batch import Batch

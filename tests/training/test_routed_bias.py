@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
+from support.tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
 
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import Router

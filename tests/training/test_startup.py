@@ -4,7 +4,7 @@ import threading
 
 import jax
 from flax import linen as nn
-from tiny import build, config_of, place, uneven_batch
+from support.tiny import build, config_of, place, uneven_batch
 
 from maxlite.models import Decoder
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from tiny import (
+from support import trees
+from support.tiny import (
   assert_same_steps,
   build,
   config_of,

@@ -1,7 +1,7 @@
 """The collectives of a compiled training step."""
 
 import pytest
-from tiny import mesh_keys
+from support.tiny import mesh_keys
 
 from maxlite.planning.hlo_collectives import collectives
 from maxlite.planning.memory_estimate import bytes_per_device

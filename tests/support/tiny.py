@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-import trees
+from support import trees
 
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import config_of
+from support.tiny import config_of
 
 from maxlite.config import Config
 from maxlite.ensemble.run import finalize

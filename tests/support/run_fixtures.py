@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture(scope="module")
 def fast_programs() -> Iterator[None]:
   """Compiles programs of this module with few optimizations."""
-  from tiny import fast_compilation
+  from support.tiny import fast_compilation
 
   with fast_compilation():
     yield
@@ -25,8 +25,7 @@ def program_of() -> Callable:
   Tests of a module share programs with equal keys, and so their compiled programs.
   """
   # Imported here, since most tests need no program.
-
-  from tiny import build, config_of
+  from support.tiny import build, config_of
 
   @functools.cache
   def program_with(**keys: object) -> object:
@@ -44,8 +43,8 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(runs_folder: Path) -> tuple[Path, str]:
   """(folder, output) of an uninterrupted run; tests must not modify it."""
   # Imported here, since most tests need no run.
-  from tiny import fast_compilation
-  from tiny_run import start
+  from support.tiny import fast_compilation
+  from support.tiny_run import start
 
   folder = runs_folder / "finished"
   with fast_compilation():
