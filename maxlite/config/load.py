@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from maxlite.config.command_line import USAGE, CommandLine, help_text
 from maxlite.config.config_field import KeyValue
-from maxlite.config.maxtext_answers import answer_key
+from maxlite.config.maxtext.answers import answer_key
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.raw_values import show

@@ -14,8 +14,7 @@ from typing import get_args
 import yaml
 
 from maxlite.config.config_field import ConfigField, KeyValue
-from maxlite.config.maxtext_answers import NO_KEYS, answer_key, answer_value
-from maxlite.config.maxtext_keys import OTHER_NAME
+from maxlite.config.maxtext.answers import NO_KEYS, answer_key, answer_value, maxtext_keys
 from maxlite.config.raw_values import (
   FrozenMapping,
   Raw,
@@ -147,7 +146,7 @@ def find_key(setting: Setting, beside: Mapping[str, str] = NO_KEYS) -> SchemaKey
   if name not in KEYS:
     otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
     if name in EPOCH_KEYS:
-      otherwise = f"is not a key; write {OTHER_NAME['num_epoch']}"
+      otherwise = f"is not a key; write {maxtext_keys().other_name['num_epoch']}"
     raise setting.error(answer_key(name, show(setting.raw), beside) or otherwise)
   return KEYS[name]
 
