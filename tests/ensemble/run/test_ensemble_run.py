@@ -15,7 +15,6 @@ from slow_cases import slow
 from tiny import KEYS, compilations, fast_compilation, traces
 from tiny_run import CLOCK, Output, empty_plots, keys_in
 
-from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.distributed.initialize import SeparateProcesses
@@ -26,6 +25,7 @@ from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.run import run_training
+from maxlite.storage.mirror import open_mirror
 from maxlite.storage.object_store import download, list_files
 
 STEPS = 4
