@@ -9,17 +9,8 @@ from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import SHARED, check_rules
 from maxlite.config.rules.path_rules import is_folder_name
-from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
-from maxlite.config.schema import (
-  DEFAULTS,
-  Config,
-  EnsembleConfig,
-  ModelConfig,
-  OptimizerConfig,
-  TrainingConfig,
-  build,
-  flatten,
-)
+from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, build, entry_keys, flatten
+from maxlite.config.schema.entries import MemberEntry
 from maxlite.config.sweep import Point, require_few_members, sweep_points
 from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import EXECUTION_KEYS, read_preset
@@ -27,18 +18,7 @@ from maxlite.errors import UserError, raise_all
 from maxlite.storage.object_store import join
 
 # Keys that a member may set; all others are shared.
-MEMBER_KEYS = {
-  *flatten(ModelConfig()),
-  *flatten(OptimizerConfig()),
-  *flatten(TrainingConfig()),
-  "phases",
-  "initial_phases",
-  "init_weights_seed",
-  "model_name",
-  "data_shuffle_seed",
-  "data_sampling",
-}
-MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters", *TEACHER_KEYS, *PREFERENCE_KEYS}
+MEMBER_KEYS = entry_keys(MemberEntry).keys() - {"name"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 import jax
 import optax
 
-from maxlite.config.phases import PhaseConfig
-from maxlite.config.schema import DataConfig, ModelConfig, TrainingConfig
+from maxlite.config.schema import DataConfig, ModelConfig, PhaseConfig, TrainingConfig
 from maxlite.errors import UserError
 from maxlite.optim import build_optimizer, learning_rate, with_schedule_steps
 from maxlite.optim.labels import Labels, partitioned, split

@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from maxlite.config.phases import PhaseConfig
-from maxlite.config.schema import Config
+from maxlite.config.schema import Config, PhaseConfig
 from maxlite.data.host_batches import BatchSchedule
 from maxlite.optim.labels import Labels
 from maxlite.phases.phase_programs import compile_for_batches, compile_in_thread

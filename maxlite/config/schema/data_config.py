@@ -6,6 +6,9 @@ from maxlite.config.config_field import field, machine_field, model_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
+# Keys that change the shape of batches during a run.
+SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:

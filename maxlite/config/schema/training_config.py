@@ -105,6 +105,12 @@ class TrainingConfig:
   )
 
 
+_TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]
+# Keys that only loss `distill` reads, and keys that only preference losses read.
+TEACHER_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_")))
+PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("reference_", "dpo_")))
+
+
 @dataclasses.dataclass(frozen=True)
 class PhasesConfig:
   """Alternating training: phases that each train a part of the model; read if `phases` is set."""

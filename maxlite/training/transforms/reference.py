@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import jax
 
 from maxlite.config.mixture import has_pairs
-from maxlite.config.phases import PhaseConfig, phases_of
-from maxlite.config.schema import Config, LoraConfig, ModelConfig
+from maxlite.config.phases import phases_of
+from maxlite.config.schema import Config, LoraConfig, ModelConfig, PhaseConfig
 from maxlite.data.batch import DeviceBatch
 from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
