@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from maxlite.config import main_config
-from maxlite.config.command_line import USAGE, CommandLine
+from maxlite.config.command_line import CommandLine
+from maxlite.config.help_text import USAGE
 from maxlite.config.load import read_layers
 from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS

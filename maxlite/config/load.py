@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.config.command_line import USAGE, CommandLine, help_text
+from maxlite.config.command_line import CommandLine
 from maxlite.config.config_field import KeyValue
+from maxlite.config.help_text import USAGE, help_text
 from maxlite.config.maxtext.answers import answer_key
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys

@@ -207,6 +207,8 @@ def domain(key: SchemaKey) -> str:
   if field.choices:
     head = "any of" if key.type == tuple[str, ...] else "one of"
     text = f"{head} {_joined(field.choices)}"
+  elif is_section(key.type):
+    text, _ = _TYPE_DOCS[FrozenMapping]
   else:
     text, _ = _TYPE_DOCS[key.type]
   if field.low is not None:

@@ -28,10 +28,8 @@ class DataConfig:
   )
   dataset_mixture: tuple[FrozenMapping, ...] = field(
     (),
-    "Weighted sources instead of dataset_path: {name: N, path: [FILES], weight: W}, where weight "
-    "is a share of the tokens relative to the other sources. Optional: type (dataset_type), "
-    "text_column, eval_path (held-out files), max_epochs, and from_step, the steps done before "
-    "the source begins. {name: N, weight: W, from_step: S} changes a weight (docs/data.md).",
+    "Weighted sources instead of dataset_path: {name: N, path: [FILES], weight: W} with further "
+    "keys, which are below. {name: N, weight: W, from_step: S} changes a weight (docs/data.md).",
   )
   eval_dataset_path: tuple[str, ...] = field(
     (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."
