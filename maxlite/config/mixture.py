@@ -108,6 +108,8 @@ def _source(entries: Sequence[_Written]) -> MixtureSource:
   if source.is_synthetic:
     raise first.error(f"has type={data.dataset_type}, which has no files; write type=text")
   if not source.has_conversations:
+    if "columns" in first.raw:
+      raise first.error(f"has columns, which type={data.dataset_type} does not read; remove them")
     data = dataclasses.replace(data, packing=True)
   name, max_epochs = first.entry.name, first.entry.max_epochs
   return MixtureSource(name, data, tuple(sorted(weights.items())), max_epochs)

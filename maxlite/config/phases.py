@@ -14,7 +14,7 @@ from maxlite.config.values import Setting, parse_as, parse_entry, suggest
 from maxlite.errors import UserError
 from maxlite.registry import DRAFT_LOSSES, PREFERENCE_LOSSES, SOURCES
 
-SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
+SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column", "data_columns")
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:

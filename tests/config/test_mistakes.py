@@ -63,6 +63,15 @@ MISTAKES = (
       "a: path=[nothing.txt]",
       "write path=FILE",
     ),
+    ("data_columns={message: talk}",): ("data_columns={message: talk}", "did you mean messages?"),
+    ("data_columns={messages: [a]}",): (
+      "messages needs one column",
+      "data_columns={messages: NAME}",
+    ),
+    ("data_columns={prompt: a, completion: a}",): ("two fields have one column",),
+    ("dataset_mixture=[{name: a, path: x, weight: 1, type: jsonl, columns: {messages: b}}]",): (
+      "dataset_mixture[0]: a has columns, which type=jsonl does not read",
+    ),
     ("batch_size_schedule=[[0, 8, 1]]",): ("a list of [steps, number]", "[[0, 8], [1000, 16]]"),
     ("batch_size_schedule=[[1, 8]]",): ("batch_size_schedule=[[1, 8]]", "ascend from 0"),
     ("batch_size_schedule=[[0, 8], [4, 8], [2, 16]]",): ("ascend from 0",),

@@ -11,7 +11,8 @@ from maxlite.config.rules.violation import (
   largest_divisor,
 )
 from maxlite.config.schema import Config, flatten
-from maxlite.config.schema.data_config import SCHEDULE_KEYS
+from maxlite.config.schema.data_config import MESSAGE_FIELDS, ROW_FIELDS, SCHEDULE_KEYS
+from maxlite.config.values import suggest
 from maxlite.config.yaml_files import CONFIGS
 from maxlite.registry import SOURCES, TOKENIZERS
 from maxlite.storage.file_io import expand_glob
@@ -61,6 +62,23 @@ def chat(cfg: Config) -> Violations:
       ["dataset_type", "tokenizer_type"],
       f"{entry.units} have no chat template; write chat_template_path={_plain_template()}",
     )
+
+
+def columns(cfg: Config) -> Violations:
+  """The rules on other names of the columns of conversations."""
+  fields = (*ROW_FIELDS, *MESSAGE_FIELDS)
+  renamed = cfg.data.data_columns
+  for field, column in renamed.items():
+    if field not in fields:
+      yield Violation(
+        ["data_columns"], f"{field} is not a field of conversations; {suggest(field, fields)}"
+      )
+    if not isinstance(column, str) or not column:
+      yield Violation(
+        ["data_columns"], f"{field} needs one column", {"data_columns": f"{{{field}: NAME}}"}
+      )
+  if len(set(renamed.values())) < len(renamed):
+    yield Violation(["data_columns"], "two fields have one column; write a column for each")
 
 
 def _plain_template() -> str:
@@ -184,4 +202,4 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, batches, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, schedules)

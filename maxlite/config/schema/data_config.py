@@ -8,6 +8,19 @@ from maxlite.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
 # Keys that change the shape of batches during a run.
 SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
+# The fields of a row of conversations or of pairs, and those of a message.
+ROW_FIELDS = (
+  "messages",
+  "prompt",
+  "completion",
+  "chosen",
+  "rejected",
+  "instruction",
+  "input",
+  "output",
+  "tools",
+)
+MESSAGE_FIELDS = ("role", "content")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +62,12 @@ class DataConfig:
   )
   text_column: str = field(
     "text", "Field, column or feature with the text of jsonl, parquet, arrow and array_record data."
+  )
+  data_columns: FrozenMapping = field(
+    FrozenMapping(),
+    "{field: column} of conversations and pairs whose columns have other names, such as {messages: "
+    "dialog, role: speaker, content: text}; fields of docs/finetune.md, where role and content are "
+    "of each message.",
   )
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")

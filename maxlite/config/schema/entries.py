@@ -96,6 +96,7 @@ class MixtureEntry:
     path="dataset_path",
     type="dataset_type",
     eval_path="eval_dataset_path",
+    columns="data_columns",
   )
 
 
