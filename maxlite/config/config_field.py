@@ -94,7 +94,7 @@ def entry_keys(entry: SectionClass) -> dict[str, SchemaKey]:
   for each in dataclasses.fields(entry):
     config_field = each.metadata["config"]
     kind = each.type
-    if config_field.overrides:
+    if config_field.overrides and is_section(kind):
       known = {key.name: key for key in walk(kind)}
       for name, key in config_field.overrides.items():
         keys[name] = dataclasses.replace(known[key], name=name, overrides=key)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from absl import flags
 
 from maxlite import __version__
-from maxlite.config.config_field import SchemaKey, SectionClass, entry_keys, walk
+from maxlite.config.config_field import SchemaKey, SectionClass, entry_keys, is_section, walk
 from maxlite.config.raw_values import show
 from maxlite.config.schema import ENTRIES, KEYS, SECTIONS
 from maxlite.config.values import domain, suggest
@@ -105,7 +105,9 @@ def inherited_keys(entry: SectionClass) -> list[str]:
   inherited: list[str] = []
   for each in dataclasses.fields(entry):
     overrides = each.metadata["config"].overrides
-    section = [key.name for key in walk(each.type)] if overrides else []
+    if not overrides or not is_section(each.type):
+      continue
+    section = [key.name for key in walk(each.type)]
     others = [key for key in section if key not in overrides.values()]
     if len(others) < len(section) / 8:  # shorter than a list
       text = f"all of {each.type.__name__.removesuffix('Config')}"
