@@ -77,8 +77,8 @@ def _describe(keys: Sequence[SchemaKey]) -> str:
   defined = define_flags(keys)
   text = "\n".join(defined.module_help(each) for each in titles) + "\n"
   for key in keys:
-    if key.name in ENTRIES:
-      text += _describe_entry(key.name)
+    for name in entries_in(key.name):
+      text += _describe_entry(name)
   return text
 
 
@@ -93,6 +93,16 @@ def _describe_entry(name: str) -> str:
   if inherited:
     text += textwrap.fill(f"Keys of the run: {inherited}.", 79, subsequent_indent="    ") + "\n"
   return text
+
+
+def entries_in(name: str) -> list[str]:
+  """The keys of mappings with entries, from `name` inwards: itself, and those in its entries."""
+  if name not in ENTRIES:
+    return []
+  names = [name]
+  for key in own_keys(ENTRIES[name]):
+    names += entries_in(key.name)
+  return names
 
 
 def own_keys(entry: SectionClass) -> list[SchemaKey]:

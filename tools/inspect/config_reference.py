@@ -6,7 +6,7 @@ python tools/inspect/config_reference.py [--check]
 import sys
 from pathlib import Path
 
-from maxlite.config.help_text import default_of, inherited_keys, own_keys
+from maxlite.config.help_text import default_of, entries_in, inherited_keys, own_keys
 from maxlite.config.raw_values import show
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import ENTRIES, KEYS, SECTIONS, SchemaKey
@@ -86,10 +86,8 @@ def _table(keys: list[SchemaKey]) -> str:
     lines.append(_row(key))
   page = "\n".join(lines) + "\n"
   for key in keys:
-    if key.name == "phases":
-      page += _entry_table("phases") + _entry_table("until")
-    elif key.name in ENTRIES:
-      page += _entry_table(key.name)
+    for name in entries_in(key.name):
+      page += _entry_table(name)
   return page
 
 
