@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
+from maxlite.config.schema.entries import DATA_KEYS, PhaseConfig
 from maxlite.errors import UserError
 from maxlite.metrics.step_row import Row
 from maxlite.optim.labels import Labels, frozen_paths, split, union

@@ -7,7 +7,7 @@ period; ensembles group their members by it, and tests share compiled programs b
 import dataclasses
 
 from maxlite.config.mixture import has_pairs
-from maxlite.config.phases import PhaseConfig, initial_phases_of, phases_of
+from maxlite.config.phases import initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import (
   Config,
@@ -16,6 +16,7 @@ from maxlite.config.schema import (
   MeshConfig,
   ModelConfig,
   OptimizerConfig,
+  PhaseConfig,
   TrainingConfig,
 )
 from maxlite.optim.schedules import with_schedule_steps

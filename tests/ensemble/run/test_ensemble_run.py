@@ -29,7 +29,6 @@ from support.slow_cases import slow
 from support.tiny import KEYS, compilations, traces
 from support.tiny_run import Output
 
-from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.distributed.initialize import SeparateProcesses
@@ -40,6 +39,7 @@ from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.run import run_training
+from maxlite.storage.mirror import open_mirror
 from maxlite.storage.object_store import download, list_files
 
 MEMBERS = f"[{FAST}, {SIZES}]"
