@@ -17,15 +17,15 @@ import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
-from maxlite.ensemble.linen_members import build_programs, identity, settings_of
-from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
-from maxlite.ensemble.member_program import (
+from maxlite.ensemble.engines.planner import Plan, choose
+from maxlite.ensemble.members.linen import build_programs, identity, settings_of
+from maxlite.ensemble.members.member import Loss, Member, MemberFactory, call_factory, call_model
+from maxlite.ensemble.members.program import (
   MemberProgram,
   MemberSetting,
   abstract_tree,
   variables_of,
 )
-from maxlite.ensemble.planner import Plan, choose
 from maxlite.errors import UserError
 from maxlite.metrics.waits import report_wait
 from maxlite.registry import ENSEMBLE_STRATEGIES

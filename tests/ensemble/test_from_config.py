@@ -11,7 +11,7 @@ from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import describe_difference, group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 
 TINY = KEYS | {"decoder_block": "llama", "base_num_decoder_layers": 1}
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlite.ensemble.member import MemberFactory
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.member import MemberFactory
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState

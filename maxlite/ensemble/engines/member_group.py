@@ -26,7 +26,7 @@ from maxlite.ensemble.engines.group_trees import (
   stacked_sharding,
   take_row,
 )
-from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed, variables_of
+from maxlite.ensemble.members.program import MemberFunctions, MemberProgram, Seed, variables_of
 from maxlite.errors import UserError
 from maxlite.optim.labels import Labels, merge, path_of, split
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers

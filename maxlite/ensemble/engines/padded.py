@@ -23,7 +23,7 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree

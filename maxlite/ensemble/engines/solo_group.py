@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from maxlite.ensemble.engines.engine_base import Metrics
 from maxlite.ensemble.engines.group_trees import stack_rows, take_row
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 

@@ -32,7 +32,7 @@ from maxlite.ensemble.engines.grouping import places_of
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.ensemble.engines.stack_placement import StackPlacement
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.optim.labels import split

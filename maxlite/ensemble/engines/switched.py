@@ -22,7 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
   tree_bytes,
 )
 from maxlite.ensemble.engines.group_trees import join_metrics, stack_rows, take_row
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree

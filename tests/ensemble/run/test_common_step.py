@@ -13,7 +13,7 @@ from test_ensemble_run import KEYS, TINY, checksums, rows_of
 from tiny_run import keys_in
 
 from maxlite.checkpoint.orbax_object_store import is_complete
-from maxlite.ensemble.run.common_step import (
+from maxlite.ensemble.members.common_step import (
   TOGETHER,
   Segment,
   common_step,
