@@ -75,5 +75,5 @@ def test_every_number_of_the_optimizer_may_differ_in_a_stack():
       for name in ("learning_rate", "loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name][z], expected[name], rtol=2e-5, err_msg=name)
   for z, solo in enumerate(solo_states):
-    member = group.with_held(jax.device_get(group.take(state, z)), {})
+    member = group.with_shared(jax.device_get(group.take(state, z)), {})
     assert largest_error(member.params, jax.device_get(solo.params)) <= 2e-5

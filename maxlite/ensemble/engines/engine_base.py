@@ -1,5 +1,6 @@
 """The contract of engines, and the request from which they are built."""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -126,19 +127,36 @@ def own_placement(devices: Sequence[jax.Device], *, spread: bool) -> Placement:
   return Placement((devices[0],))
 
 
-class EnsembleEngine:
-  """Base of engines; subclasses define the methods below and the form of the state."""
-
-  init: Callable[[], PyTree]  # () -> state
-  step: Callable[[PyTree, PyTree], tuple[PyTree, StackMetrics]]  # (state, batch); donates the state
-  predict: Callable[..., list]  # (state, inputs, method="predict") -> its result for each member
-  pack: Callable[[Sequence[PyTree]], PyTree]  # every member's solo state -> state
-  take: Callable[[PyTree, int], TrainState]  # (state, z) -> the solo state of member z
-  step_cost: Callable[[], StepCost]
+class EnsembleEngine(abc.ABC):
+  """Trains members by one strategy; the form of the state is the engine's."""
 
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
     self.request = request
     self.programs = list(programs)
+
+  @abc.abstractmethod
+  def init(self) -> PyTree:
+    """The state before the first step."""
+
+  @abc.abstractmethod
+  def step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, StackMetrics]:
+    """The state after a step, and what it reports; donates `state`."""
+
+  @abc.abstractmethod
+  def predict(self, state: PyTree, inputs: PyTree, method: str = "predict") -> list[PyTree]:
+    """Per member, the result of its function `method`."""
+
+  @abc.abstractmethod
+  def pack(self, states: Sequence[TrainState]) -> PyTree:
+    """The state from the members' solo states."""
+
+  @abc.abstractmethod
+  def take(self, state: PyTree, z: int) -> TrainState:
+    """The solo state of member z: copies, since the next step donates `state`."""
+
+  @abc.abstractmethod
+  def step_cost(self) -> StepCost:
+    """The cost of a step, from shapes."""
 
   @functools.cached_property
   def abstract(self) -> list[TrainState]:
@@ -165,7 +183,7 @@ class EnsembleEngine:
       for program, state in zip(self.programs, self.abstract, strict=True)
     ]
 
-  def trace(self) -> None:
+  def trace(self) -> None:  # noqa: B027 (only engines that use vmap override it)
     """Trace the step, where it may turn out that JAX cannot."""
 
   def member_costs(self) -> list[MemberCost]:

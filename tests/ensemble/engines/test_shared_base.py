@@ -132,7 +132,7 @@ def test_the_base_is_held_once():
     most = tree_bytes(BASE) + count * (3 * trained + 64)
     assert tree_bytes(state) <= most
     engine = stacked_engine(ensemble.members)
-    step = engine.step.lower(state, BATCH).compile()
+    step = engine.jitted_step.lower(state, BATCH).compile()
     assert step.memory_analysis().argument_size_in_bytes <= most + BATCH.nbytes
 
 
