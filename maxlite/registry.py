@@ -366,7 +366,6 @@ ENSEMBLE_STRATEGIES = Registry(
   padded=StrategyEntry(
     "maxlite.ensemble.engines.padded:PaddedEngine",
     is_automatic=False,
-    hosts="together",
   ),
 )
 
