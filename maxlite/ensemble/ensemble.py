@@ -85,7 +85,7 @@ class Ensemble:
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
       memory_gb: the limit [GB] for the members' states on one device; 0: no limit.
       base: parameters of a module from which all members start, such as a pretrained model. Those
-        that members do not train are held once, however many members there are.
+        that members do not train are shared: there is one copy, however many members there are.
 
     Raises:
       UserError: no members, a duplicate name, or no such strategy.

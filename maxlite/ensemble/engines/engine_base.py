@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from maxlite.ensemble.members.member import MemberFactory
 from maxlite.ensemble.members.program import MemberProgram
@@ -270,31 +269,6 @@ def require_one_process(request: EngineRequest) -> None:
   """Raise UserError if the devices belong to several processes."""
   if request.spans_processes:
     raise UserError("it runs in one process; over several, use stacked or fused")
-
-
-def stack_common(by_group: Sequence[Metrics], order_Z: Sequence[int]) -> Metrics:
-  """The scalars [Z] that all members have, in the order of the members.
-
-  Args:
-    by_group: the metrics of every group, [members of the group, ...].
-    order_Z: for every member, its position in the concatenated groups.
-  """
-  num_members = len(order_Z)
-  is_ordered = list(order_Z) == list(range(num_members))
-  common = {}
-  for name in by_group[0]:
-    values = [metrics[name] for metrics in by_group if name in metrics]
-    if len(values) < len(by_group):
-      continue
-    if any(value.ndim != 1 for value in values):
-      continue
-    joined_Z = values[0]
-    if len(values) > 1:
-      joined_Z = jnp.concatenate(values)
-    if not is_ordered:
-      joined_Z = joined_Z[jnp.asarray(order_Z)]
-    common[name] = joined_Z
-  return common
 
 
 def largest_divisor(number: int, limit: int) -> int:

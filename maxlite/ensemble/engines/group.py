@@ -91,7 +91,7 @@ class Group(abc.ABC):
 
   @abc.abstractmethod
   def check_shared(self, states: Sequence[TrainState]) -> None:
-    """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
+    """Raise UserError if the members' frozen parameters, which they share, differ."""
 
   @abc.abstractmethod
   def shardings(self) -> PyTree:

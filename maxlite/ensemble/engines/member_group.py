@@ -5,7 +5,7 @@ gives every variable a first axis of Z members, the logical axis `ensemble`. The
 runs under `jax.vmap` on the members' states, in which numbers that differ between members (learning
 rates, decays) are arrays. So the step of a group is the step of a solo run with one more axis.
 
-Frozen parameters that are equal in all members have no such axis: a group holds them once.
+Frozen parameters that are equal in all members have no such axis: the members share one copy.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class GroupState(struct.PyTreeNode):
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  # As in `MemberFunctions`, without the parameters that the group holds once.
+  # As in `MemberFunctions`, without the shared parameters.
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]
   # (own parameters, shared ones, other collections, batch, random key) -> GradientResult
   gradients: Callable[..., GradientResult]

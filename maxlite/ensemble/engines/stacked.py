@@ -18,7 +18,6 @@ from maxlite.ensemble.engines.engine_base import (
   Metrics,
   StackMetrics,
   StepCost,
-  stack_common,
   total_cost,
   tree_bytes,
 )
@@ -26,6 +25,7 @@ from maxlite.ensemble.engines.group import Group
 from maxlite.ensemble.engines.group_trees import (
   copy_tree,
   metrics_besides,
+  stack_common,
   take_row,
   with_shardings,
 )
@@ -109,7 +109,7 @@ class StackedEngine(EnsembleEngine):
     return self.jitted_step(state, batch)
 
   def pack(self, states: Sequence[TrainState]) -> list[PyTree]:
-    """Raise UserError if members of one group differ in parameters that are held once."""
+    """Raise UserError if members of one group differ in shared parameters."""
     if not self.request.spread and not self.request.spans_processes:
       states = jax.device_get(list(states))  # they may be on other devices
     by_group = []
