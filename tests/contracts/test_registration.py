@@ -96,6 +96,10 @@ def write_toys():
   byte_tokenizer = tables.TOKENIZERS["byte"]
   TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
   ragged = tables.DISPATCHES["ragged"]
+  for kind in ("attention", "grouped_matmul"):
+    table, name = KINDS[kind]
+    backend = table[name]
+    setattr(TOYS, kind, dataclasses.replace(backend, run=recorded(kind, backend.run)))
   TOYS.dispatch = dataclasses.replace(
     ragged,
     apply_experts=recorded("dispatch", ragged.apply_experts),

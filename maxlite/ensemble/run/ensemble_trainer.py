@@ -13,11 +13,11 @@ from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
+from maxlite.ensemble.engines.planner import Plan
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.planner import Plan
-from maxlite.ensemble.run.common_step import Segment
+from maxlite.ensemble.members.common_step import Segment
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.ensemble_log import EnsembleLog
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
 from maxlite.errors import UserError
 from maxlite.evaluation.held_out import held_out_row

@@ -17,7 +17,7 @@ from maxlite.config.raw_values import show
 from maxlite.config.schema import MESH_AXES, MeshConfig, OptimizerConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.ensemble.engines.engine_base import Placement
-from maxlite.ensemble.member_program import (
+from maxlite.ensemble.members.program import (
   MemberFunctions,
   MemberProgram,
   MemberSetting,
