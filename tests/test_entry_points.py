@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import build
+from support.tiny import build
 
 from maxlite.config import load_config, save_resolved
 

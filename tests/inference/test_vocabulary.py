@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_engine as tiny
-from tiny import config_of
+from support.tiny import config_of
 from tokenizers import AddedToken, Tokenizer
 
 import maxlite

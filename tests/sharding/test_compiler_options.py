@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from tiny import build
+from support.tiny import build
 
 from maxlite.config import load_config
 from maxlite.sharding import compiler_options
