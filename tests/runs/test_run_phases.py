@@ -384,12 +384,12 @@ def test_indivisible_batch_names_the_phase(program_of):
 class TimedLog:
   """A log whose steps take a given time."""
 
-  def __init__(self, program, monkeypatch):
+  def __init__(self, program, monkeypatch, log_period):
     self.seconds = 0.0
     self.rows = []
     monkeypatch.setattr("time.perf_counter", lambda: self.seconds)
     writer = SimpleNamespace(write=lambda row, _: self.rows.append(row))
-    self.log = StepLog(config_of(**MESH, **KEYS, log_period=2), program, writer)
+    self.log = StepLog(config_of(log_period=log_period), program, writer)
 
   def add(self, step, seconds, **metrics):
     """Log a step with these metrics."""
@@ -402,7 +402,7 @@ class TimedLog:
 @pytest.mark.slow
 def test_speed_is_measured_per_phase(program_of, monkeypatch):
   """Three steps of one second, then three of ten, logged every other step."""
-  log = TimedLog(program_of(**MESH, **KEYS, log_period=2), monkeypatch)
+  log = TimedLog(program_of(**MESH, **KEYS), monkeypatch, 2)
   for step in (1, 2, 3):
     log.add(step, 1, phase=0, num_tokens=8)
   for step in (4, 5, 6):
@@ -411,7 +411,7 @@ def test_speed_is_measured_per_phase(program_of, monkeypatch):
 
 
 def test_speed_after_a_resume_is_without_compilation(program_of, monkeypatch):
-  log = TimedLog(program_of(**MESH, log_period=10), monkeypatch)
+  log = TimedLog(program_of(**MESH), monkeypatch, 10)
   log.add(21, 100, num_tokens=80)
   for step in range(22, 41):
     log.add(step, 2, num_tokens=80)
