@@ -244,6 +244,11 @@ MISTAKES = (
       "ensemble_strategy=switched",
       "num_processes=1",
     ),
+    ("members=[{}]", "ensemble_strategy=padded", "num_processes=2"): (
+      "ensemble_strategy=padded",
+      "ensemble_strategy=stacked or fused",
+      "num_processes=1",
+    ),
     ("quantization=int8", "sparse_matmul=false", "decoder_block=mixtral"): (
       "quantization=int8",
       "sparse_matmul=true",

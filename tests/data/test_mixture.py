@@ -9,7 +9,7 @@ import pytest
 from batch_streams import assert_same, join, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.mixture import MixtureSource, mixture_of
 from maxlite.config.raw_values import FrozenMapping

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import pytest
-from host_runs import run
-from tiny_run import STEPS, logged, parameter_hash, start
+from support.host_runs import run
+from support.tiny_run import STEPS, logged, parameter_hash, start
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder
