@@ -106,7 +106,8 @@ def attend(
     out_specs=q_spec,
     check_vma=sharder.check_vma and ATTENTION_BACKENDS[options.backend].supports_vma,
   )
-  return sharded(operands, is_local)
+  with jax.named_scope(f"attention_{strategy}"):
+    return sharded(operands, is_local)
 
 
 def _attend_shard(

@@ -57,8 +57,9 @@ class MoeBlock(nn.Module):
     """`routed_BTD`: what the router chooses by; None: x_BTD, which the experts get."""
     if routed_BTD is None:
       routed_BTD = x_BTD
-    route = self.router(routed_BTD, segment_BT)
-    route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
+    with jax.named_scope("route"):
+      route = self.router(routed_BTD, segment_BT)
+      route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
 
     dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
