@@ -395,22 +395,52 @@ DRAFT_LOSSES = Registry(
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
+TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.features.teacher:DISTILL")
 PREFERENCE_LOSSES = Registry(Entry, dpo="maxlite.training.preference_loss:DPO")
 RUN_LOSSES: Mapping[str, Implementation] = ChainMap(PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
 LOSSES: Mapping[str, Implementation] = ChainMap(
   DRAFT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
 )
-# Features beside the step of a plain run, the innermost first: (TransformRequest) -> StepTransform,
-# or None if the config does not use it; see training/transforms/step_transform.py.
-STEP_TRANSFORMS = Registry(
-  Entry,
-  host_offload="maxlite.training.transforms.host_offload:build_host_offload",
-  local_updates="maxlite.training.transforms.local_updates:build_local_updates",
-  phases="maxlite.training.transforms.alternating_phases:build_alternating_phases",
-  teacher="maxlite.training.transforms.teacher:build_teacher",
-  reference="maxlite.training.transforms.reference:build_reference",
-  overflow_replay="maxlite.training.transforms.overflow_replay:build_overflow_replay",
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureEntry(Entry):
+  """A feature around the training step: (FeatureRequest) -> Feature; see training/feature.py."""
+
+  # (StepSpec) -> whether the step has the feature, whose file is opened only then.
+  is_used: Callable[[Any], bool] = lambda spec: True
+
+
+def _has_loss_of(losses: Mapping[str, Implementation]) -> Callable[[Any], bool]:
+  """A predicate: whether a spec has an objective with one of these losses."""
+  return lambda spec: any(objective.loss in losses for objective in spec.objectives)
+
+
+# The innermost first.
+FEATURES = Registry(
+  FeatureEntry,
+  host_offload=FeatureEntry(
+    "maxlite.training.features.host_offload:HostOffload",
+    is_used=lambda spec: spec.mesh.optimizer_memory_host_offload,
+  ),
+  local_updates=FeatureEntry(
+    "maxlite.training.features.local_updates:build_local_updates",
+    is_used=lambda spec: spec.local_updates.diloco_sync_period > 0,
+  ),
+  phases=FeatureEntry(
+    "maxlite.training.features.phases:AlternatingPhases",
+    is_used=lambda spec: spec.phases is not None,
+  ),
+  teacher=FeatureEntry(
+    "maxlite.training.features.teacher:build_teacher", is_used=_has_loss_of(TAUGHT_LOSSES)
+  ),
+  reference=FeatureEntry(
+    "maxlite.training.features.reference:build_reference", is_used=_has_loss_of(PREFERENCE_LOSSES)
+  ),
+  overflow_replay=FeatureEntry(
+    "maxlite.training.features.overflow_replay:build_overflow_replay",
+    is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
+  ),
 )
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from families import jit_on_one_device, largest_error
-from tiny import KEYS, uneven_batch
+from support.tiny import KEYS, uneven_batch
 
 from maxlite.config import load_config
 from maxlite.config.members import members_of

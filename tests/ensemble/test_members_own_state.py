@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.registry import ENSEMBLE_STRATEGIES

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from slow_cases import fast_only, slow
+from support.slow_cases import fast_only, slow
 
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import api, splash, tokamax

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
-from slow_cases import fast_only, slow
+from support import trees
+from support.slow_cases import fast_only, slow
 
 from maxlite.kernels.grouped_matmul import backend as entries
 from maxlite.kernels.grouped_mlp import megablox_mlp

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.model_families import MODELS, ModelFamily
 from maxlite.config.schema import ModelConfig, RopeConfig

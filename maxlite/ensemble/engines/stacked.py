@@ -37,8 +37,8 @@ from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.optim.labels import split
-from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.compile import compile_in_parallel
 from maxlite.step.train_state import TrainState
 
 

@@ -21,8 +21,8 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.group_trees import join_metrics, take_row
 from maxlite.ensemble.members.assignment import assign_lpt
 from maxlite.kernels.xla_cpu import jit_init
-from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.compile import compile_in_parallel
 
 Method = Callable[[PyTree, PyTree], PyTree]  # (state, inputs) -> result
 

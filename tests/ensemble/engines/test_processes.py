@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from interrupts import interrupted_before_line
+from support.interrupts import interrupted_before_line
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes

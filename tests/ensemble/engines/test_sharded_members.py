@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 from families import largest_error
-from tiny import KEYS, mesh_keys, uneven_batch
+from support.tiny import KEYS, mesh_keys, uneven_batch
 
 from maxlite.config import load_config
 from maxlite.config.members import members_of

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 from families import largest_error
-from test_ensemble_run import ONE_EACH, TOLERANCE, Output, config, rows_of, start
+from support.ensemble_runs import ONE_EACH, TOLERANCE, config, rows_of, start
+from support.tiny_run import Output
 
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
 from families import (
   FAMILIES,
   STEPS,
@@ -23,7 +22,8 @@ from families import (
   together,
   train_alone,
 )
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest

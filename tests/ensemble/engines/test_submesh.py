@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from families import largest_error
-from tiny import compilations
+from support.tiny import compilations
 
 from maxlite.ensemble import Member
 from maxlite.ensemble.engines.engine_base import EngineRequest

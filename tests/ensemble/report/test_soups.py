@@ -6,8 +6,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import trees
-from test_ensemble_run import empty_plots
+from support import trees
+from support.tiny_run import empty_plots
 
 import maxlite
 from maxlite.api.arguments import to_arguments

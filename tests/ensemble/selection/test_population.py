@@ -10,19 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from families import jit_on_one_device
-from test_ensemble_run import (
-  ONE_EACH,
-  TOLERANCE,
-  Output,
-  checksums,
-  config,
-  entries_of,
-  root,
-  rows_of,
-  start,
-)
+from support import trees
+from support.ensemble_runs import ONE_EACH, TOLERANCE, checksums, config, entries_of, rows_of, start
+from support.tiny_run import Output
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.members import members_of
@@ -40,8 +31,6 @@ from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters
 from maxlite.runs.saved_run import run_folder
 from maxlite.step.train_state import init_state
-
-__all__ = ["root"]  # a fixture
 
 STEPS = 6
 PERIOD = 2

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
 from maxlite.layers.moe import receive_buffer

@@ -12,28 +12,26 @@ import pytest
 @pytest.fixture(scope="module")
 def fast_programs() -> Iterator[None]:
   """Compiles programs of this module with few optimizations."""
-  from tiny import fast_compilation
+  from support.tiny import fast_compilation
 
   with fast_compilation():
     yield
 
 
 @pytest.fixture(scope="module")
-def trainer_of() -> Callable:
-  """A function from config keys to the tiny trainer with them.
+def program_of() -> Callable:
+  """A function from config keys to the tiny program with them.
 
-  Tests of a module share trainers with equal keys, and so their compiled programs.
+  Tests of a module share programs with equal keys, and so their compiled programs.
   """
-  # Imported here, since most tests need no trainer.
-  from tiny import config_of
-
-  from maxlite.training.trainer import build_trainer
+  # Imported here, since most tests need no program.
+  from support.tiny import build, config_of
 
   @functools.cache
-  def trainer_with(**keys: object) -> object:
-    return build_trainer(config_of(**keys))
+  def program_with(**keys: object) -> object:
+    return build(config_of(**keys))
 
-  return trainer_with
+  return program_with
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +43,8 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(runs_folder: Path) -> tuple[Path, str]:
   """(folder, output) of an uninterrupted run; tests must not modify it."""
   # Imported here, since most tests need no run.
-  from tiny import fast_compilation
-  from tiny_run import start
+  from support.tiny import fast_compilation
+  from support.tiny_run import start
 
   folder = runs_folder / "finished"
   with fast_compilation():

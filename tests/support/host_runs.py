@@ -8,14 +8,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tiny import KEYS
-from tiny_run import keys_in
+import numpy as np
+from support.tiny import KEYS
+from support.tiny_run import keys_in, logged
 
 from maxlite.config import load_config
 from maxlite.config.model_function import unused_keys
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "tools/launch/local.py"
+LAST_BITS = 2e-5  # relative; float32 sums in a different order
+LIGHT = {
+  "decoder_block": "llama",
+  "base_num_decoder_layers": 1,
+  "gradient_accumulation_steps": 1,
+  "ema_decay": 0,
+  "steps": 4,
+  "checkpoint_period": 2,
+}
 
 
 def arguments_of(keys: dict[str, object]) -> list[str]:
@@ -105,3 +115,17 @@ def run(folder: Path, **options: object) -> str:
   launch = Launch(folder, **options)
   assert launch.wait() == 0, launch.output
   return launch.output
+
+
+def largest_difference(folder, expected_folder):
+  """Largest relative difference over all numbers of all rows, which must have the same keys."""
+  rows = logged(folder)
+  expected_rows = logged(expected_folder)
+  assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
+  differences = []
+  for row, expected_row in zip(rows, expected_rows, strict=True):
+    values = np.array(list(row.values()))
+    expected = np.array(list(expected_row.values()))
+    difference = np.abs(values - expected) / np.maximum(np.abs(expected), 1e-3)
+    differences.append(difference.max())
+  return np.max(differences)
