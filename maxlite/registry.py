@@ -10,6 +10,7 @@ import dataclasses
 import pkgutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from maxlite.errors import UserError
@@ -178,6 +179,29 @@ SOURCES = Registry(
     also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
   ),
 )
+
+
+def other_dataset_type(file: str, dataset_type: str) -> str:
+  """The dataset_type whose format a file has, if `dataset_type` does not read it; else empty.
+
+  Args:
+    file: its name or path; only its suffixes matter.
+    dataset_type: a name of SOURCES. A source without suffixes may read any file.
+  """
+  path = PurePosixPath(file)
+  suffix = path.suffix
+  if suffix in (".gz", ".zst"):
+    suffix = PurePosixPath(path.stem).suffix + suffix
+  source = SOURCES.entry(dataset_type)
+  readable = (*source.suffixes, *source.also_reads)
+  if not readable or suffix in readable:
+    return ""
+  for other, entry in SOURCES.entries().items():
+    if suffix in entry.suffixes:
+      return other
+  return ""
+
+
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
 PACKING_STRATEGIES = Registry(
   Entry,

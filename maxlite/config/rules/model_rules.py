@@ -6,7 +6,6 @@ from maxlite.config.rules.violation import (
   Violations,
   changed_keys,
   largest_divisor,
-  set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
 from maxlite.registry import ATTENTION_BACKENDS
@@ -38,7 +37,7 @@ def attention(cfg: Config) -> Violations:
     )
   yield from _rotated_channels(cfg)
   if is_latent:
-    for key in set_keys(
+    for key in changed_keys(
       cfg,
       ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar", "clip_qkv"],
     ):
