@@ -413,6 +413,7 @@ def test_binary_file_is_an_error(capsys, tmp_path):
 
 
 SHARED_KEY = ("members=[{}, {vocab_size: 512}]",)
+BACKEND = ("attention=tokamax", "dtype=float32")  # its entry says which types it supports
 
 
 def test_paths_of_another_folder_are_answered_by_the_right_one(capsys, tmp_path, monkeypatch):
@@ -430,7 +431,7 @@ def test_paths_of_another_folder_are_answered_by_the_right_one(capsys, tmp_path,
   assert f"is a folder; {fix}" in line
 
 
-@pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], SHARED_KEY], ids=" ".join)
+@pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], SHARED_KEY, BACKEND], ids=" ".join)
 def test_program_exits_with_2_within_a_second_without_jax(argv):
   command = [sys.executable, "-X", "importtime", "-m", "maxlite.train", *argv]
   before = resource.getrusage(resource.RUSAGE_CHILDREN)

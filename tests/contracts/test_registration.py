@@ -99,7 +99,7 @@ def write_toys():
   for kind in ("attention", "grouped_matmul"):
     table, name = KINDS[kind]
     backend = table[name]
-    setattr(TOYS, kind, dataclasses.replace(backend, run=recorded(kind, backend.run)))
+    setattr(TOYS, kind, dataclasses.replace(backend, implementation=recorded(kind, backend.run)))
   TOYS.dispatch = dataclasses.replace(
     ragged,
     apply_experts=recorded("dispatch", ragged.apply_experts),
