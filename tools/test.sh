@@ -10,6 +10,7 @@ python=$(newest_python)
 fill_venv .venv "$python" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/python tools/check.py
 types=$(mktemp)
 .venv/bin/mypy > "$types" 2>&1 &  # it uses one processor
 mypy=$!
