@@ -2,8 +2,8 @@
 
   python tools/check.py
 
-Prints what breaks a rule, a line each, and exits with 1 if there is any. Planted bugs whose code has
-changed are listed too, as warnings.
+Prints what breaks a rule, a line each, and exits with 1 if there is any. Planted bugs whose code
+has changed are listed too, as warnings.
 """
 
 import ast
