@@ -37,6 +37,16 @@ ROWS = (
   {"hf"},
   {"api"},
 )
+# Likewise the folders of maxlite/ensemble: the files beside them are the API and the commands.
+ROWS_OF_ENSEMBLE = (
+  {"members"},
+  {"workers", "report"},
+  {"engines"},
+  {"selection"},
+  {"run"},
+  {"ensemble"},
+  {"__init__", "__main__", "run_members"},
+)
 PRIVATE_JAX = PACKAGE / "distributed" / "jax_private.py"
 PRIVATE_ORBAX = PACKAGE / "checkpoint" / "orbax_object_store.py"
 TOUR = ROOT / "docs" / "tour.md"
@@ -107,6 +117,21 @@ def imports_point_down(trees: Trees) -> list[str]:
       parts = name.split(".")
       outside = parts[0] not in ("maxlite", "") or parts[1] in (_own(path), "__version__")
       if not outside and (parts[0] == "" or _row(parts[1]) >= _row(_own(path))):
+        wrong.append(f"{_place(path, node)}: {name}")
+  return wrong
+
+
+def folders_of_ensembles_import_down(trees: Trees) -> list[str]:
+  folder = PACKAGE / "ensemble"
+  row_of = {own: row for row, owners in enumerate(ROWS_OF_ENSEMBLE) for own in owners}
+  wrong = []
+  for path in folder.rglob("*.py"):
+    own = path.relative_to(folder).parts[0].removesuffix(".py")
+    for node, name in _imports(trees[path]):
+      if not name.startswith("maxlite.ensemble."):
+        continue
+      other = name.split(".")[2]
+      if other != own and row_of.get(other, len(ROWS_OF_ENSEMBLE)) >= row_of[own]:
         wrong.append(f"{_place(path, node)}: {name}")
   return wrong
 
@@ -256,6 +281,7 @@ def every_page_is_in_the_index_of_the_docs(_: Trees) -> list[str]:
 
 RULES: tuple[Callable[[Trees], list[str]], ...] = (
   imports_point_down,
+  folders_of_ensembles_import_down,
   only_training_and_later_rows_import_the_root_config,
   no_default_outside_the_schema,
   no_case_on_the_name_of_a_model,

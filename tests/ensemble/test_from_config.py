@@ -11,7 +11,7 @@ from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import describe_difference, group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 
 TINY = KEYS | {"decoder_block": "llama", "base_num_decoder_layers": 1}
 
@@ -75,5 +75,5 @@ def test_every_number_of_the_optimizer_may_differ_in_a_stack():
       for name in ("learning_rate", "loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name][z], expected[name], rtol=2e-5, err_msg=name)
   for z, solo in enumerate(solo_states):
-    member = group.with_held(jax.device_get(group.take(state, z)), {})
+    member = group.with_shared(jax.device_get(group.take(state, z)), {})
     assert largest_error(member.params, jax.device_get(solo.params)) <= 2e-5

@@ -14,7 +14,7 @@ from families import batch, largest_error, loss, train_alone
 from support.slow_cases import fast_only, slow
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.linen_members import identity
+from maxlite.ensemble.members.linen import identity
 from maxlite.errors import UserError
 
 

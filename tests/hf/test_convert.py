@@ -14,6 +14,7 @@ import tokenizers
 from conversion import converted
 from safetensors.numpy import load_file, save_file
 from support.slow_cases import slow
+from support.tiny import build
 
 import maxlite
 from maxlite import convert
@@ -25,9 +26,8 @@ from maxlite.config import load_config, read_saved, save_resolved
 from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
 from maxlite.hf.hf_checkpoint import params_from_hf
-from maxlite.hf.load_model import trainer_of_model
+from maxlite.hf.load_model import program_of_model
 from maxlite.training.model_weights import read_parameters
-from maxlite.training.trainer import build_trainer
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
@@ -150,14 +150,14 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   )
   assert cfg.model.decoder_block == "llama"  # by model.yml
   assert cfg.model.vocab_size == 40
-  trainer = trainer_of_model(cfg.model)
+  program = program_of_model(cfg.model)
   checkpoints = Checkpoints(cfg.checkpoint, folder / "checkpoints", print)
-  restored, data_state, step = checkpoints.restore(trainer.abstract_state)
+  restored, data_state, step = checkpoints.restore(program.abstract_state)
   want = jax.tree.map(np.array, restored["params"])
-  state = trainer.init_state(restored["params"])
+  state = program.init(0, restored["params"])
   assert (data_state, step, int(state.step)) == (None, 0, 0)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), want)
-  assert jax.tree.structure(state) == jax.tree.structure(trainer.abstract_state)
+  assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
   assert moments
   assert not any(leaf.any() for leaf in moments)
@@ -168,7 +168,7 @@ def test_a_run_reports_how_the_model_differs_whose_weights_it_starts_from(root, 
 
   def reported(changed):
     cfg = load_config((*keys, changed), defaults=read_saved(root / "llama" / "config.yml"))
-    read_parameters(build_trainer(cfg, jax.devices()[:1]))
+    read_parameters(cfg, build(cfg, jax.devices()[:1]))
     return capsys.readouterr().err
 
   assert reported("lora_rank=2") == ""
@@ -202,7 +202,7 @@ def test_adapters_are_merged_on_upcycling(root, capsys):
   keys = (*overrides, "dataset_type=synthetic", "lora_rank=2", "ema_decay=0.9")
   cfg = load_config(keys, defaults=read_saved(root / "llama" / "config.yml"))
   rng = np.random.default_rng(0)
-  leaves = leaves_by_path(trainer_of_model(cfg.model).abstract_state.params)
+  leaves = leaves_by_path(program_of_model(cfg.model).abstract_state.params)
 
   def draw(leaf):
     return rng.normal(size=leaf.shape, scale=0.3).astype(np.float32)

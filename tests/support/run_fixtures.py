@@ -19,21 +19,19 @@ def fast_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trainer_of() -> Callable:
-  """A function from config keys to the tiny trainer with them.
+def program_of() -> Callable:
+  """A function from config keys to the tiny program with them.
 
-  Tests of a module share trainers with equal keys, and so their compiled programs.
+  Tests of a module share programs with equal keys, and so their compiled programs.
   """
-  # Imported here, since most tests need no trainer.
-  from support.tiny import config_of
-
-  from maxlite.training.trainer import build_trainer
+  # Imported here, since most tests need no program.
+  from support.tiny import build, config_of
 
   @functools.cache
-  def trainer_with(**keys: object) -> object:
-    return build_trainer(config_of(**keys))
+  def program_with(**keys: object) -> object:
+    return build(config_of(**keys))
 
-  return trainer_with
+  return program_with
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The tiny model of the training tests, and batches with difficult shapes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -10,7 +10,8 @@ from support import trees
 from maxlite.config import Config, load_config
 from maxlite.data.batch import Batch, to_global
 from maxlite.data.packing import pad_row
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import spec_of
 
 VOCAB = 264
 LENGTH = 16
@@ -45,6 +46,11 @@ KEYS = {
 
 def config_of(**keys: object) -> Config:
   return load_config([f"{name}={value}" for name, value in (KEYS | keys).items()])
+
+
+def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Program:
+  """The program of a config, by default on all devices."""
+  return build_program(spec_of(cfg), devices, cfg)
 
 
 def mesh_keys(mesh: str) -> dict[str, int]:
@@ -113,23 +119,23 @@ def _functions_of(kind: str) -> Iterator[list[str]]:
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def place(trainer: Trainer, batch: Batch) -> Batch:
-  return to_global(batch, trainer.batch_sharding, trainer.batch_shape)
+def place(program: Program, batch: Batch) -> Batch:
+  return to_global(batch, program.batch_sharding, program.batch_shape)
 
 
-def state_on(trainer: Trainer, host_state: object) -> object:
-  """A copy of `host_state` (numpy) on the mesh, which the trainer's step may donate."""
+def state_on(program: Program, host_state: object) -> object:
+  """A copy of `host_state` (numpy) on the mesh, which the program's step may donate."""
   return jax.tree.map(
-    lambda leaf, like: jax.device_put(leaf, like.sharding), host_state, trainer.abstract_state
+    lambda leaf, like: jax.device_put(leaf, like.sharding), host_state, program.abstract_state
   )
 
 
-def take_steps(trainer: Trainer, host_state: object, batches: list[Batch]) -> tuple[object, list]:
+def take_steps(program: Program, host_state: object, batches: list[Batch]) -> tuple[object, list]:
   """(state on the host, metrics of each step) after a step on each batch."""
-  state = state_on(trainer, host_state)
+  state = state_on(program, host_state)
   rows = []
   for batch in batches:
-    state, metrics = trainer.train_step(state, place(trainer, batch))
+    state, metrics = program.step(state, place(program, batch))
     rows.append(jax.device_get(metrics))
   return jax.device_get(state), rows
 

@@ -1,8 +1,6 @@
 """Runs in this process, and their files."""
 
 import contextlib
-import dataclasses
-import functools
 import io
 import json
 import os
@@ -23,11 +21,10 @@ from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.plots import curves
 from maxlite.metrics.writers import read_rows
-from maxlite.optim import with_schedule_steps
 from maxlite.runs import evaluate_run, open_run
 from maxlite.runs.run import run_training
-from maxlite.step.train_state import TrainState
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import StepSpec
 
 STEPS = 8
 KEYS = {
@@ -44,9 +41,6 @@ KEYS = {
   "max_num_checkpoints_to_keep": STEPS,
   "enable_tensorboard": "false",
 }
-# Keys of the data that determine the shapes of batches.
-BATCH_KEYS = ("max_target_length", "per_device_batch_size", "global_batch_size")
-BATCH_KEYS += ("batch_size_schedule", "sequence_length_schedule")
 CLOCK = {
   "unix_seconds",
   "step_seconds",
@@ -93,53 +87,36 @@ def empty_plots() -> Iterator[None]:
     yield
 
 
-_trainers: dict[str, Trainer] = {}
-_eval_steps: dict[tuple[str, bytes], Callable] = {}
+_programs: dict[StepSpec, Program] = {}
+_eval_steps: dict[tuple[StepSpec, bytes], Callable] = {}
 
 
-def trainer_with_shared_programs(
-  cfg: Config, devices: Sequence[jax.Device] | None = None
-) -> Trainer:
-  """A new trainer with the compiled functions of earlier ones, which may differ in other keys."""
-  if cfg.phasing.phases or devices is not None:
-    return build_trainer(cfg, devices)
-  optimizer = with_schedule_steps(cfg.optimizer, cfg.run.steps)
-  sizes = [getattr(cfg.data, name) for name in BATCH_KEYS]
-  key = repr((cfg.mesh, cfg.model, cfg.training, cfg.local_updates, optimizer, sizes))
-  if key not in _trainers:
-    _trainers[key] = build_trainer(cfg)
-  shared = _trainers[key]
-  objective = dataclasses.replace(shared.objectives[0], data=cfg.data)
-  trainer = dataclasses.replace(shared, cfg=cfg, objectives=[objective])
-
-  def init_state(params: object = None) -> TrainState:
-    return _compiled_init(shared)(np.uint32(cfg.run.init_weights_seed), params)
-
-  vars(trainer).update(step_programs=shared.step_programs, init_state=init_state, programs=key)
-  return trainer
+def shared_program(
+  spec: StepSpec, devices: Sequence[jax.Device] | None = None, command: Config | None = None
+) -> Program:
+  """The program of an earlier run with an equal spec, or a new one."""
+  if spec.phases is not None or devices is not None:
+    return build_program(spec, devices, command)
+  if spec not in _programs:
+    _programs[spec] = build_program(spec, devices, command)
+  return _programs[spec]
 
 
-def shared_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> Callable:
-  """The evaluation step of an earlier trainer, if they share compiled functions."""
-  key = vars(trainer).get("programs")
-  if key is None:
-    return compile_eval_step(trainer, num_bytes_V)
-  name = (key, num_bytes_V.tobytes())
+def shared_eval_step(program: Program, num_bytes_V: np.ndarray) -> Callable:
+  """The evaluation step of an earlier run with an equal spec, or a new one."""
+  if program is not _programs.get(program.spec):
+    return compile_eval_step(program, num_bytes_V)
+  name = (program.spec, num_bytes_V.tobytes())
   if name not in _eval_steps:
-    _eval_steps[name] = compile_eval_step(_trainers[key], num_bytes_V)
+    _eval_steps[name] = compile_eval_step(program, num_bytes_V)
   return _eval_steps[name]
-
-
-@functools.cache
-def _compiled_init(trainer: Trainer) -> Callable:
-  return jax.jit(trainer.init, out_shardings=trainer.state_shardings, donate_argnums=1)
 
 
 @contextlib.contextmanager
 def shared_programs() -> Iterator[None]:
-  """Make runs in this process compile programs once per config."""
+  """Make runs in this process compile programs once per spec."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(open_run, "build_trainer", trainer_with_shared_programs)
+    patch.setattr(open_run, "build_program", shared_program)
     for module in (held_out, evaluate_run):
       patch.setattr(module, "compile_eval_step", shared_eval_step)
     yield

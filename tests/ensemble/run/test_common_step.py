@@ -14,7 +14,7 @@ from support.tiny import KEYS
 from support.tiny_run import keys_in
 
 from maxlite.checkpoint.orbax_object_store import is_complete
-from maxlite.ensemble.run.common_step import (
+from maxlite.ensemble.members.common_step import (
   TOGETHER,
   Segment,
   common_step,

@@ -30,7 +30,6 @@ from support.slow_cases import slow
 from support.tiny import KEYS, compilations, traces
 from support.tiny_run import Output
 
-from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.distributed.initialize import SeparateProcesses
@@ -41,8 +40,10 @@ from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.run import run_training
+from maxlite.storage.mirror import open_mirror
 from maxlite.storage.object_store import download, list_files
 
+WIDE = "{name: wide, base_emb_dim: 24, init_weights_seed: 2}"
 MEMBERS = f"[{FAST}, {SIZES}]"
 # Members and mesh for each strategy.
 CASES = {
@@ -85,15 +86,18 @@ def test_every_strategy_has_a_case():
 
 
 @pytest.mark.parametrize(
-  ("strategy", "message"),
+  ("strategy", "other", "message"),
   [
-    ("switched", "members from configs have a mesh of their devices, .*; use submesh"),
-    slow("padded", "padding changes the loss of fast by .*: use fused"),  # the mean in its norms
+    ("switched", SIZES, "members from configs have a mesh of their devices, .*; use submesh"),
+    ("padded", SIZES, "padding takes members with the same parameters and optimizer function"),
+    slow("padded", WIDE, "padding changes the loss of fast by .*: use fused"),  # means in its norms
   ],
 )
-def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(root, strategy, message):
+def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(
+  root, strategy, other, message
+):
   with pytest.raises(UserError, match=message):
-    train_ensemble(config(root / strategy, f"[{FAST}, {SIZES}]", ensemble_strategy=strategy))
+    train_ensemble(config(root / strategy, f"[{FAST}, {other}]", ensemble_strategy=strategy))
 
 
 # One of the stacked members is enough; test_strategies.py tests the bits of members that are not.

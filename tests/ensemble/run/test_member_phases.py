@@ -15,7 +15,7 @@ from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 from maxlite.runs.run import run_training
 
 PHASES = (

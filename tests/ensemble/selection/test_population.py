@@ -22,9 +22,9 @@ from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.data.loader import open_data
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.member_group import GroupState
-from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.run.ensemble_run import EnsembleRun
 from maxlite.ensemble.run.finalize import finalize
+from maxlite.ensemble.run.from_config import ConfigPrograms
 from maxlite.ensemble.selection.population import LINEAGE, ancestors, choose_donors, copy_members
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows

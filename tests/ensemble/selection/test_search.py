@@ -13,8 +13,8 @@ from support.tiny_run import Output, keys_in
 from maxlite.config import load_config
 from maxlite.config.tuning import search_of
 from maxlite.config.values import Setting, parse
+from maxlite.ensemble.run.search import Study
 from maxlite.ensemble.run_members import run_members
-from maxlite.ensemble.selection.search import Study
 from maxlite.errors import UserError
 from maxlite.registry import SAMPLERS
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine
 from maxlite.ensemble.engines.grouping import NotAlikeError
-from maxlite.ensemble.member import HyperparameterError
+from maxlite.ensemble.members.member import HyperparameterError
 from maxlite.errors import UserError
 from maxlite.metrics.writers import SafeConsole
 from maxlite.registry import ENSEMBLE_STRATEGIES

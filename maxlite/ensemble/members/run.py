@@ -8,8 +8,8 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config import Config
 from maxlite.config.members import MemberConfig
 from maxlite.config.schema import flatten
-from maxlite.ensemble.member_program import MemberProgram
-from maxlite.ensemble.run.common_step import Segment, write_segment
+from maxlite.ensemble.members.common_step import Segment, write_segment
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.metrics.writers import EXPERT_LOAD, METRICS, JsonlWriter, Writers, read_rows
 from maxlite.runs.open_run import identify_run, lock_folder, open_trackers
 from maxlite.runs.saved_run import run_folder

@@ -1,7 +1,7 @@
 """Preference losses: the frozen reference model, which runs on the model's mesh in its step.
 
 It is the model of a folder, whose parameters are inputs of the step, or the trained model without
-its adapters. The transform adds its forward pass to the losses of the table PREFERENCE_LOSSES, and
+its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, and
 evaluates them on held-out pairs.
 """
 
@@ -10,45 +10,43 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from maxlite.config.mixture import has_pairs
-from maxlite.config.phases import PhaseConfig, phases_of
-from maxlite.config.schema import Config, LoraConfig, ModelConfig
+from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.data.batch import DeviceBatch
 from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, parameter_sizes, train_flops
 from maxlite.models import Decoder
-from maxlite.optim.labels import labels_of, trained_paths
+from maxlite.optim.labels import Labels, trained_paths
 from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding.pytree import PyTree
+from maxlite.training.feature import EvalStep, Feature, FeatureRequest
+from maxlite.training.features.frozen_models import FrozenModels
 from maxlite.training.loss import DecoderLoss, Hidden, Sums, run_forward
-from maxlite.training.model_folders import losses_of, reference_folders
-from maxlite.training.objective import Objective
+from maxlite.training.model_folders import reference_folders
 from maxlite.training.preference_loss import count_pairs
-from maxlite.training.transforms.frozen_models import FrozenModels
-from maxlite.training.transforms.step_transform import EvalStep, StepTransform, TransformRequest
+from maxlite.training.spec import ObjectiveSpec, StepSpec
 
 REFERENCE = "reference"  # The name of the parameters among the inputs of a step.
 
 
-class Reference(StepTransform):
+class Reference(Feature):
   """The reference model of a run."""
 
-  def __init__(self, cfg: Config, folder: FrozenModels | None):
+  def __init__(self, spec: StepSpec, folder: FrozenModels | None):
     """
     Args:
       folder: the reference model, the only one; None: the trained model without its adapters.
     """
-    self._cfg = cfg
+    self._spec = spec
     self._folder = folder
 
   @property
   def model(self) -> ModelConfig:
     """The config of the reference model."""
     if self._folder is None:
-      return dataclasses.replace(self._cfg.model, lora=LoraConfig())
+      return dataclasses.replace(self._spec.model, lora=LoraConfig())
     (frozen,) = self._folder.models
-    return frozen.trainer.cfg.model
+    return frozen.program.spec.model
 
   def inputs(self) -> Mapping[str, PyTree]:
     if self._folder is None:
@@ -66,7 +64,7 @@ class Reference(StepTransform):
       return ""
     return self._folder.inputs_hash
 
-  def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
+  def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
     if objective.loss not in PREFERENCE_LOSSES:
       return loss
     return self.add_reference(loss)
@@ -77,10 +75,11 @@ class Reference(StepTransform):
     return ReferenceLoss(loss.model, loss.loss, loss.cfg, loss.moe, reference)
 
   def build_eval_step(self, model: Decoder) -> EvalStep | None:
-    if not has_pairs(self._cfg.data):
+    if not self._spec.evaluates_pairs:
       return None
-    name = next(name for name in losses_of(self._cfg) if name in PREFERENCE_LOSSES)
-    plain = DecoderLoss(model, LOSSES[name], self._cfg.training, self._cfg.model.moe)
+    losses = [each.loss for each in self._spec.objectives]
+    name = next(name for name in losses if name in PREFERENCE_LOSSES)
+    plain = DecoderLoss(model, LOSSES[name], self._spec.training, self._spec.model.moe)
     loss = self.add_reference(plain)
 
     @jax.jit
@@ -96,7 +95,7 @@ class Reference(StepTransform):
 
     return eval_step
 
-  def flops(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
+  def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
     if objective.loss not in PREFERENCE_LOSSES:
       return 0.0
     return self.forward_flops(batch_shape)
@@ -109,31 +108,31 @@ class Reference(StepTransform):
     return total / (1 + BACKWARD_OVER_FORWARD)
 
 
-def build_reference(request: TransformRequest) -> Reference | None:
-  """The reference of a run with a preference loss; an entry of STEP_TRANSFORMS.
+def build_reference(request: FeatureRequest) -> Reference:
+  """The reference of a run with a preference loss; an entry of FEATURES.
 
   Raises:
     UserError: the reference is the model without adapters, and a phase trains other parameters.
   """
-  cfg = request.cfg
-  if not any(loss in PREFERENCE_LOSSES for loss in losses_of(cfg)):
-    return None
-  if cfg.training.reference_path:
-    return Reference(cfg, FrozenModels(REFERENCE, cfg, request.mesh, reference_folders))
-  for phase in phases_of(cfg):
-    if phase.loss in PREFERENCE_LOSSES:
-      _require_adapters_only(phase, request.params)
-  return Reference(cfg, None)
+  spec = request.spec
+  if spec.training.reference_path:
+    assert request.command is not None, "a reference is read by a command"
+    mesh = request.sharder.mesh
+    folder = FrozenModels(REFERENCE, request.command, mesh, reference_folders)
+    return Reference(spec, folder)
+  for objective in spec.objectives:
+    if objective.loss in PREFERENCE_LOSSES and objective.train is not None:
+      _require_adapters_only(objective, request.labels[objective.name])
+  return Reference(spec, None)
 
 
-def _require_adapters_only(phase: PhaseConfig, params: PyTree) -> None:
+def _require_adapters_only(objective: ObjectiveSpec, labels: Labels) -> None:
   """Raise UserError if a phase trains parameters of the reference, the model without adapters."""
-  labels = labels_of(params, phase.train)
   for path in trained_paths(labels):
     if set(path.split("/")).isdisjoint(ADAPTER):
       raise UserError(
-        f"phase {phase.name}: loss={phase.loss} would change its own reference by training {path}: "
-        'write train: [".*lora_.*"], or reference_path=FOLDER of what training starts from'
+        f"phase {objective.name}: loss={objective.loss} would change its own reference by training "
+        f'{path}: write train: [".*lora_.*"], or reference_path=FOLDER of what training starts from'
       )
 
 

@@ -1,37 +1,38 @@
 """The optimizer state in the host's memory, from which each step reads it and writes it back."""
 
+from collections.abc import Callable
+
 import jax
 
 from maxlite.sharding.host_memory import HOST_MEMORY
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import Step, StepResult
-from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
+from maxlite.training.feature import Feature, FeatureRequest
+from maxlite.training.spec import ObjectiveSpec
 
 
-class HostOffload(StepTransform):
+class HostOffload(Feature):
   """Keeps the optimizer state in the host's memory between steps."""
 
-  def place(self, state: TrainState) -> TrainState:
-    def on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-      return leaf.update(sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
+  def __init__(self, request: FeatureRequest):
+    del request
 
-    return state.replace(opt_state=jax.tree.map(on_host, state.opt_state))
+  def shard_state(
+    self, shardings: TrainState, state: TrainState, shard: Callable[[PyTree], PyTree]
+  ) -> TrainState:
+    def on_host(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+      return sharding.with_memory_kind(HOST_MEMORY)
 
-  def wrap_step(self, step: Step, index: int) -> Step:
+    return shardings.replace(opt_state=jax.tree.map(on_host, shardings.opt_state))
+
+  def wrap_step(self, step: Step, objective: ObjectiveSpec) -> Step:
     def offloaded(state: TrainState, inputs: PyTree) -> StepResult:
       on_device = _move_optimizer(state, to_host=False)
       state, metrics = step(on_device, inputs)
       return _move_optimizer(state, to_host=True), metrics
 
     return offloaded
-
-
-def build_host_offload(request: TransformRequest) -> HostOffload | None:
-  """The transform of a run whose config asks for it; an entry of STEP_TRANSFORMS."""
-  if not request.cfg.mesh.optimizer_memory_host_offload:
-    return None
-  return HostOffload()
 
 
 def _move_optimizer(state: TrainState, *, to_host: bool) -> TrainState:

@@ -9,8 +9,9 @@ import jax
 from rich.console import Console
 
 from maxlite.config import Config
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.divided_members import member_costs
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.run.worker_progress import WorkerProgress
 from maxlite.ensemble.selection.asha import AsynchronousHalving
 from maxlite.ensemble.workers.worker_pool import (
   GPU_MEMORY_SHARE,
@@ -20,7 +21,6 @@ from maxlite.ensemble.workers.worker_pool import (
   run_queues,
 )
 from maxlite.ensemble.workers.worker_process import WorkerCommand
-from maxlite.ensemble.workers.worker_progress import WorkerProgress
 from maxlite.runs.saved_run import run_folder
 
 MAX_RESTARTS = 3  # the number of times that a worker process that dies is started again

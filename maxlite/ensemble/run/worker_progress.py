@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.ensemble_log import describe_step
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_activities
 from maxlite.metrics.writers import JsonConsole, parse_row
 from maxlite.storage.json_values import JsonObject

@@ -15,8 +15,8 @@ from maxlite.config.schema import flatten
 from maxlite.config.tuning import Dimension, Search, search_of, with_members
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.ensemble_run import train_ensemble
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.errors import UserError
 from maxlite.registry import SAMPLERS
 from maxlite.storage.json_values import Json

@@ -15,10 +15,10 @@ from maxlite.config.schema import Config
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
 from maxlite.sharding.pytree import PyTree
+from maxlite.training.feature import Feature
 from maxlite.training.model_folders import ModelFolder
 from maxlite.training.model_weights import ModelWeights, open_weights_of
-from maxlite.training.trainer import Trainer, build_trainer
-from maxlite.training.transforms.step_transform import StepTransform
+from maxlite.training.program import Program, build_program, parameter_sizes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class FrozenModel:
   """A model whose predictions a loss reads."""
 
   weights: ModelWeights
-  stored: Trainer  # Of this model as it is stored, on the mesh and batches of the trained one.
-  trainer: Trainer  # The same, whose weights have 16 bits if those of the trained model do.
+  stored: Program  # Of this model as it is stored, on the mesh and batches of the trained one.
+  program: Program  # The same, whose weights have 16 bits if those of the trained model do.
 
 
-class FrozenModels(StepTransform):
+class FrozenModels(Feature):
   """The frozen models of a run, whose parameters are read on first use."""
 
   def __init__(
@@ -56,13 +56,13 @@ class FrozenModels(StepTransform):
     devices = list(self._mesh.devices.flat)
     for folder in self._find(self._cfg):
       weights, stored = open_weights_of(folder, self._cfg, devices)
-      trainer = stored
+      program = stored
       # float32 holds the values of bfloat16, so that the smaller type of the two is kept.
       is_rounded = self._cfg.model.weight_dtype == "bfloat16"
-      if is_rounded and stored.cfg.model.weight_dtype != "bfloat16":
-        model = dataclasses.replace(stored.cfg.model, weight_dtype="bfloat16")
-        trainer = build_trainer(dataclasses.replace(stored.cfg, model=model), devices)
-      models.append(FrozenModel(weights, stored, trainer))
+      if is_rounded and stored.spec.model.weight_dtype != "bfloat16":
+        model = dataclasses.replace(stored.spec.model, weight_dtype="bfloat16")
+        program = build_program(dataclasses.replace(stored.spec, model=model), devices)
+      models.append(FrozenModel(weights, stored, program))
     return models
 
   @functools.cached_property
@@ -76,7 +76,7 @@ class FrozenModels(StepTransform):
     return {self._name: self.params}
 
   def abstract_inputs(self) -> Mapping[str, PyTree]:
-    return {self._name: tuple(model.trainer.abstract_state.params for model in self.models)}
+    return {self._name: tuple(model.program.abstract_state.params for model in self.models)}
 
   @functools.cached_property
   def inputs_hash(self) -> str:
@@ -87,16 +87,16 @@ class FrozenModels(StepTransform):
     """FLOPs of the forward passes; `train_flops` also counts a backward pass of all parameters."""
     total = 0.0
     for model in self.models:
-      trainer = model.trainer
-      total += train_flops(trainer.cfg.model, trainer.parameter_sizes, batch_shape).total
+      sizes = parameter_sizes(model.program)
+      total += train_flops(model.program.spec.model, sizes, batch_shape).total
     return total / (1 + BACKWARD_OVER_FORWARD)
 
 
 def _read(model: FrozenModel) -> PyTree:
-  """The parameters of a model, or their moving averages, in the types of its trainer."""
+  """The parameters of a model, or their moving averages, in the types of its program."""
 
   def typed(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return leaf.astype(like.dtype)
 
   params = model.weights.read_averages(model.stored)
-  return jax.tree.map(typed, params, model.trainer.abstract_state.params)
+  return jax.tree.map(typed, params, model.program.abstract_state.params)

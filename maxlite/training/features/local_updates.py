@@ -11,26 +11,24 @@ algorithm 1.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from maxlite.config.schema import LocalUpdatesConfig
-from maxlite.optim.labels import state_names
-from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics, TrainState
 from maxlite.step.train_step import Step, StepResult, global_norm
+from maxlite.training.feature import Feature, FeatureRequest
 from maxlite.training.loss import DecoderLoss
-from maxlite.training.objective import Objective
-from maxlite.training.transforms.step_transform import StepTransform, TransformRequest
+from maxlite.training.spec import ObjectiveSpec
 
 AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
-_ROWS = ("activation_batch", "activation_batch_no_exp")  # Logical axes of the rows of a batch.
 _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
 _SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
 _MAXIMA = ("expert_buffer_factor",)  # Metrics of the replica that needs most.
@@ -45,8 +43,11 @@ class LocalUpdates(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterOptimizer(StepTransform):
-  """The replicas along mesh axis `ensemble`, and the outer steps that join them."""
+class OuterOptimizer(Feature):
+  """The replicas along mesh axis `ensemble`, and the outer steps that join them.
+
+  The spec of such a run shards the rows of a batch over this axis first.
+  """
 
   cfg: LocalUpdatesConfig
   mesh: Mesh
@@ -56,14 +57,7 @@ class OuterOptimizer(StepTransform):
     """The optimizer of the outer steps."""
     return optax.sgd(self.cfg.diloco_outer_lr, self.cfg.diloco_outer_momentum, nesterov=True)
 
-  def shard(self, sharder: Sharder) -> Sharder:
-    """The sharder that divides the rows of a batch over the replicas first."""
-    rules = dict(sharder.overrides)
-    for name in _ROWS:
-      rules[name] = (AXIS, *sharder.mesh_axes(name))
-    return Sharder(sharder.mesh, rules)
-
-  def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
+  def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
     """The loss for use inside a shard_map over the replicas."""
     sharder = loss.model.sharder.inside_shard_map(AXIS)
     return dataclasses.replace(loss, model=loss.model.clone(sharder=sharder))
@@ -81,14 +75,19 @@ class OuterOptimizer(StepTransform):
     outer = self.tx.init(state.params)
     return state.replace(opt_state=LocalUpdates(outer, replicas))
 
-  def names(self, names: TrainState, state: TrainState, parameter_names: PyTree) -> TrainState:
-    """The replicas have the names of the solo run's state, after the axis of replicas."""
-    outer_state = jax.eval_shape(self.tx.init, state.params)
-    outer = state_names(outer_state, state.params, parameter_names)
-    replicas = jax.tree.map(lambda own: jax.P(AXIS, *own), names)
-    return names.replace(opt_state=LocalUpdates(outer, replicas))
+  def shard_state(
+    self, shardings: TrainState, state: TrainState, shard: Callable[[PyTree], PyTree]
+  ) -> TrainState:
+    """Shard the replicas as the solo run's state, after their axis."""
 
-  def wrap_step(self, step: Step, index: int = 0) -> Step:
+    def of_replicas(own: NamedSharding) -> NamedSharding:
+      return NamedSharding(own.mesh, jax.P(AXIS, *own.spec))
+
+    outer = shard(jax.eval_shape(self.tx.init, state.params))
+    replicas = jax.tree.map(of_replicas, shardings)
+    return shardings.replace(opt_state=LocalUpdates(outer, replicas))
+
+  def wrap_step(self, step: Step, objective: ObjectiveSpec | None = None) -> Step:
     """The step of all replicas, with the outer step where one is due.
 
     Args:
@@ -143,12 +142,9 @@ class OuterOptimizer(StepTransform):
     return state.replace(params=params, opt_state=LocalUpdates(outer, replicas))
 
 
-def build_local_updates(request: TransformRequest) -> OuterOptimizer | None:
-  """The outer optimizer of a run with replicas; an entry of STEP_TRANSFORMS."""
-  cfg = request.cfg.local_updates
-  if not cfg.diloco_sync_period:
-    return None
-  return OuterOptimizer(cfg, request.mesh)
+def build_local_updates(request: FeatureRequest) -> OuterOptimizer:
+  """The outer optimizer of a run with replicas; an entry of FEATURES."""
+  return OuterOptimizer(request.spec.local_updates, request.sharder.mesh)
 
 
 def _difference(start: jax.Array, own_R: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The programs of members from configs: each has the functions of the Trainer of its solo run."""
+"""The programs of members from configs: each has the functions of its solo run."""
 
 import dataclasses
 import functools
@@ -12,37 +12,44 @@ import numpy as np
 from maxlite.config import Config
 from maxlite.config.config_field import KeyValue
 from maxlite.config.members import MemberConfig
-from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
-from maxlite.config.schema import MESH_AXES, MeshConfig, OptimizerConfig, PhasesConfig, flatten
+from maxlite.config.schema import MESH_AXES, MeshConfig, OptimizerConfig, flatten
 from maxlite.data.batch import Batch
 from maxlite.ensemble.engines.engine_base import Placement
-from maxlite.ensemble.member_program import (
+from maxlite.ensemble.members.program import (
   MemberFunctions,
   MemberProgram,
   MemberSetting,
-  Numbers,
   Seed,
 )
 from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
 from maxlite.optim.build import number_names, numbers_of
 from maxlite.optim.labels import TRAIN, Labels, names_of
-from maxlite.optim.schedules import with_schedule_steps
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
-from maxlite.step.train_step import StepParts
+from maxlite.training.features.phases import phase_plan_of
 from maxlite.training.model_weights import read_parameters
-from maxlite.training.trainer import Trainer, build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
+from maxlite.training.program import (
+  Program,
+  build_objective_parts,
+  build_program,
+  check_devices,
+  first_state,
+  flops_per_step,
+  init_params,
+  shardings_of,
+)
+from maxlite.training.spec import StepSpec, spec_of
 
 # Logical axes over which the rows of a batch are sharded.
 _ROWS = ("activation_batch", "activation_batch_no_exp")
 
 
 class ConfigPrograms:
-  """Builds the programs of members; those that differ in their seeds only share functions.
+  """Builds the programs of members; members with equal specs share functions.
 
   On any devices, a member's batch has `batch_size` rows.
   """
@@ -62,19 +69,19 @@ class ConfigPrograms:
     self._batch_size = batch_size
     self._num_bytes_V = num_bytes_V
     self._functions: dict[Hashable, MemberFunctions] = {}
-    self._trainers: dict[Hashable, Trainer] = {}
-    # By group, the trainer and the program of its first member.
-    self._trainer_of_group: dict[Hashable, Trainer] = {}
+    self._solo_programs: dict[tuple[StepSpec, Placement], Program] = {}
+    # By group, the solo program and the program of its first member.
+    self._solo_of_group: dict[Hashable, Program] = {}
     self._firsts: dict[Hashable, MemberProgram] = {}
 
   def build(self, member: MemberConfig, placement: Placement) -> MemberProgram:
     """The program of a member on these devices."""
     cfg = self._placed(member.config, placement)
-    group = _group_key(cfg, member.name, placement)
-    if group not in self._trainer_of_group:
-      self._trainer_of_group[group] = self._trainer(cfg, placement, frozenset())
-    trainer = self._trainer_of_group[group]
-    num_updates = [objective.num_updates for objective in trainer.objectives]
+    spec = spec_of(cfg)
+    group = _group_key(cfg, spec, member.name, placement)
+    if group not in self._solo_of_group:
+      self._solo_of_group[group] = self._solo_program(cfg, placement, frozenset())
+    solo = self._solo_of_group[group]
     base_params = None
     if cfg.checkpoint.load_parameters_path:
       base_params = functools.partial(self._read_parameters, cfg, placement)
@@ -87,20 +94,20 @@ class ConfigPrograms:
       seed=cfg.run.init_weights_seed,
       group=group,
       update_key=None,
-      numbers=_numbers(cfg, num_updates),
+      numbers=tuple(numbers_of(objective.optimizer) for objective in spec.objectives),
       build=functools.partial(self._build, cfg, placement),
       like=functions_of_first,
       settings=functools.partial(_settings, cfg),
       solo_numbers=frozenset(cfg.optimizer.pbt_hyperparameters),
       base=_base_of(cfg),
       base_params=base_params,
-      flops=trainer.flops_per_step,
+      flops=flops_per_step(solo),
     )
     self._firsts.setdefault(group, program)
     return program
 
   def _read_parameters(self, cfg: Config, placement: Placement) -> PyTree:
-    return read_parameters(self._trainer(cfg, placement, frozenset()))
+    return read_parameters(cfg, self._solo_program(cfg, placement, frozenset()))
 
   def _placed(self, cfg: Config, placement: Placement) -> Config:
     """The config of a member on these devices, with the whole batch."""
@@ -127,21 +134,24 @@ class ConfigPrograms:
     )
     return dataclasses.replace(cfg, mesh=mesh, data=data)
 
-  def _trainer(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> Trainer:
-    key = (_without_seeds(cfg), placement, stored)
-    if key not in self._trainers:
-      trainer = build_trainer(cfg, placement.devices, stored_numbers=stored)
-      trainer.check_devices()
-      self._trainers[key] = trainer
-    return self._trainers[key]
+  def _solo_program(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> Program:
+    spec = dataclasses.replace(spec_of(cfg), stored_hyperparameters=stored)
+    key = (spec, placement)
+    if key not in self._solo_programs:
+      program = build_program(spec, placement.devices, cfg)
+      check_devices(program)
+      self._solo_programs[key] = program
+    return self._solo_programs[key]
 
   def _build(self, cfg: Config, placement: Placement, stored: frozenset[str]) -> MemberFunctions:
     """The member's functions; the numbers with the names in `stored` are in the optimizer state."""
-    key = (_without_seeds(cfg), placement, stored)
+    has_base = bool(cfg.checkpoint.load_parameters_path)
+    key = (spec_of(cfg), placement, stored, has_base)
     if key not in self._functions:
       stored_besides_pbt = stored - set(cfg.optimizer.pbt_hyperparameters)
-      trainer = self._trainer(cfg, placement, stored_besides_pbt)
-      self._functions[key] = _trainer_functions(trainer, self._num_bytes_V)
+      solo = self._solo_program(cfg, placement, stored_besides_pbt)
+      labels = _shareable_labels(solo, has_base=has_base)
+      self._functions[key] = _functions_of(solo, labels, self._num_bytes_V)
     return self._functions[key]
 
 
@@ -152,38 +162,6 @@ def _without_data_axis_of_rows(mesh: MeshConfig) -> MeshConfig:
     axes = rules.get(name, DEFAULT_RULES[name])
     rules[name] = tuple(axis for axis in axes if axis != "data")
   return dataclasses.replace(mesh, logical_axis_rules=tuple(rules.items()))
-
-
-def _optimizers(cfg: Config) -> list[OptimizerConfig]:
-  """The optimizer of every phase, or the one of a run without phases."""
-  phases = phases_of(cfg)
-  if not phases:
-    return [cfg.optimizer]
-  return [phase.optimizer for phase in phases]
-
-
-def _numbers(cfg: Config, num_updates: Sequence[int]) -> tuple[Numbers, ...]:
-  """The numbers of the optimizer of every phase.
-
-  Args:
-    num_updates: by phase, the default length of the optimizer's schedule.
-  """
-  numbers = []
-  for optimizer, count in zip(_optimizers(cfg), num_updates, strict=True):
-    numbers.append(numbers_of(with_schedule_steps(optimizer, count)))
-  return tuple(numbers)
-
-
-def _without_seeds(cfg: Config) -> Config:
-  """The part of a config that affects the program."""
-  run = dataclasses.replace(
-    cfg.run,
-    run_name="",
-    base_output_directory="",
-    init_weights_seed=0,
-  )
-  data = dataclasses.replace(cfg.data, data_shuffle_seed=0, data_sampling="shuffle")
-  return dataclasses.replace(cfg, run=run, data=data)
 
 
 def _without_numbers(cfg: OptimizerConfig) -> tuple[Hashable, bool]:
@@ -197,27 +175,32 @@ def _without_numbers(cfg: OptimizerConfig) -> tuple[Hashable, bool]:
   return tuple(fixed), clips
 
 
-def _group_key(cfg: Config, name: str, placement: Placement) -> Hashable:
-  """Equal for members whose programs differ in seeds and in numbers of the optimizer only.
+def _group_key(cfg: Config, spec: StepSpec, name: str, placement: Placement) -> Hashable:
+  """Equal for members whose programs differ in seeds and in hyperparameters only.
 
-  The phases of one group change at the same steps, so a member with a phase that ends on a
-  condition is in a group alone; and so is one that repeats updates on a batch.
+  They also read the same data and start from the same folder. The phases of one group change at the
+  same steps, so a member with a phase that ends on a condition is in a group alone; and so is one
+  that repeats updates on a batch.
   """
-  without_optimizers = dataclasses.replace(
-    _without_seeds(cfg),
-    optimizer=OptimizerConfig(),
-    phasing=PhasesConfig(),
-  )
-  parts: list[Hashable] = [_without_numbers(cfg.optimizer)]
+  optimizers = [_without_numbers(objective.optimizer) for objective in spec.objectives]
+  objectives = []
+  for objective in spec.objectives:
+    objectives.append(dataclasses.replace(objective, optimizer=OptimizerConfig()))
+  phases = spec.phases
   is_alone = False
-  for phase in phases_of(cfg):
-    without_optimizer = dataclasses.replace(phase, optimizer=OptimizerConfig())
-    parts.append((without_optimizer, _without_numbers(phase.optimizer)))
-    if phase.until or phase.repeat_batch > 1:
-      is_alone = True
-  parts.append(tuple(initial_phases_of(cfg).items()))
-  parts.append(name if is_alone else "")
-  return without_optimizers, tuple(parts), placement
+  if phases is not None:
+    without_optimizers = []
+    for phase in phases.phases:
+      without_optimizers.append(dataclasses.replace(phase, optimizer=OptimizerConfig()))
+      if phase.until or phase.repeat_batch > 1:
+        is_alone = True
+    phases = dataclasses.replace(phases, phases=tuple(without_optimizers))
+  fixed = dataclasses.replace(spec, objectives=tuple(objectives), phases=phases)
+  data = [dataclasses.replace(cfg.data, data_shuffle_seed=0, data_sampling="shuffle")]
+  data += [phase.data for phase in phases_of(cfg)]
+  alone = name if is_alone else ""
+  base = cfg.checkpoint.load_parameters_path
+  return fixed, tuple(optimizers), tuple(data), base, placement, alone
 
 
 def _settings(cfg: Config) -> dict[str, MemberSetting]:
@@ -239,16 +222,16 @@ def _base_of(cfg: Config) -> Hashable:
   return ("seed", cfg.run.init_weights_seed)
 
 
-def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunctions:
-  """The functions of the trainer's run, whose step freezes a diverged member."""
-  model = trainer.model
-  eval_step = build_eval_step(model, trainer.cfg.training, jnp.asarray(num_bytes_V))
+def _functions_of(program: Program, labels: Labels, num_bytes_V: np.ndarray) -> MemberFunctions:
+  """The functions of a solo run, whose step freezes a diverged member."""
+  model = program.model
+  eval_step = build_eval_step(model, program.spec.training, jnp.asarray(num_bytes_V))
 
   def init_variables(seed: Seed, params: PyTree) -> dict[str, PyTree]:
-    return {"params": trainer.init_params(seed, params)}
+    return {"params": init_params(program, seed, params)}
 
   def start(variables: dict[str, PyTree], seed: Seed) -> TrainState:
-    return trainer.first_state(variables["params"], seed)
+    return first_state(program, variables["params"], seed)
 
   def predict(state: TrainState, batch: Batch) -> jax.Array:
     logits_BTV = model.apply(
@@ -266,43 +249,43 @@ def _trainer_functions(trainer: Trainer, num_bytes_V: np.ndarray) -> MemberFunct
       sums["ema"] = eval_step(averages, batch)
     return sums
 
-  phases = [_phase_parts(trainer, index) for index in range(len(trainer.objectives))]
+  phases = []
+  for objective in program.objectives:
+    parts = build_objective_parts(program, objective, freeze_diverged=True)
+    update = parts.update
+    for feature in program.features:  # such as the clock of phases, which the update advances
+      update = feature.wrap_step(update, objective.spec)
+    phases.append(parts._replace(update=update))
   schedule = None
-  plan = phase_plan_of(trainer)
+  plan = phase_plan_of(program)
   if plan is not None:
     schedule = plan.schedule
   shardings = None
   batch_sharding = None
-  if trainer.mesh.size > 1:
-    shardings = trainer.state_shardings
-    batch_sharding = trainer.batch_sharding
+  if program.mesh.size > 1:
+    shardings = shardings_of(program.abstract_state)
+    batch_sharding = program.batch_sharding
   return MemberFunctions(
     init_variables=init_variables,
     start=start,
     phases=tuple(phases),
-    step=trainer.build_step(freeze_diverged=True),
+    step=program.build_joint_step(freeze_diverged=True),
     predict=predict,
     evaluate=evaluate,
-    labels=_shareable_labels(trainer),
+    labels=labels,
     schedule=schedule,
-    sharder=trainer.sharder,
+    sharder=program.sharder,
     shardings=shardings,
     batch_sharding=batch_sharding,
   )
 
 
-def _phase_parts(trainer: Trainer, index: int) -> StepParts:
-  """The parts of the step of a phase; the update advances the clock of a run with phases."""
-  parts = trainer.build_parts(index, freeze_diverged=True)
-  return parts._replace(update=trainer.wrap_step(parts.update, index))
-
-
-def _shareable_labels(trainer: Trainer) -> Labels:
+def _shareable_labels(program: Program, *, has_base: bool) -> Labels:
   """Labels as frozen what no phase trains and members with one base share."""
-  plan = phase_plan_of(trainer)
+  plan = phase_plan_of(program)
   if plan is None:
     return None
-  if not trainer.cfg.checkpoint.load_parameters_path:
+  if not has_base:
     return plan.trained
 
   def label(key_path: tuple, of_phases: str) -> str:

@@ -1,6 +1,6 @@
 """Distillation: a loss that follows frozen models, which run on the student's mesh in its step.
 
-The transform adds the parameters of the frozen models to the inputs of the step, and their forward
+The feature adds the parameters of the frozen models to the inputs of the step, and their forward
 pass to the losses of the table TAUGHT_LOSSES.
 """
 
@@ -18,12 +18,11 @@ from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
+from maxlite.training.feature import FeatureRequest
+from maxlite.training.features.frozen_models import FrozenModels
 from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
-from maxlite.training.model_folders import losses_of, teacher_folders
-from maxlite.training.objective import Objective
-from maxlite.training.trainer import Trainer
-from maxlite.training.transforms.frozen_models import FrozenModels
-from maxlite.training.transforms.step_transform import TransformRequest, find_transform
+from maxlite.training.model_folders import teacher_folders
+from maxlite.training.spec import ObjectiveSpec
 
 TEACHER = "teacher"  # The name of the parameters among the inputs of a step.
 
@@ -31,28 +30,22 @@ TEACHER = "teacher"  # The name of the parameters among the inputs of a step.
 class Teacher(FrozenModels):
   """The teachers of a run."""
 
-  def wrap_loss(self, loss: DecoderLoss, objective: Objective) -> DecoderLoss:
+  def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
     if objective.loss not in TAUGHT_LOSSES:
       return loss
-    models = tuple(model.trainer.model for model in self.models)
+    models = tuple(model.program.model for model in self.models)
     return TaughtLoss(loss.model, loss.loss, loss.cfg, loss.moe, models)
 
-  def flops(self, objective: Objective, batch_shape: tuple[int, int]) -> float:
+  def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
     if objective.loss not in TAUGHT_LOSSES:
       return 0.0
     return self.forward_flops(batch_shape)
 
 
-def build_teacher(request: TransformRequest) -> Teacher | None:
-  """The teacher of a run with a loss that follows one; an entry of STEP_TRANSFORMS."""
-  if not any(loss in TAUGHT_LOSSES for loss in losses_of(request.cfg)):
-    return None
-  return Teacher(TEACHER, request.cfg, request.mesh, teacher_folders)
-
-
-def teacher_of(trainer: Trainer) -> Teacher | None:
-  """The teacher of a run, if it has one."""
-  return find_transform(trainer.transforms, Teacher)
+def build_teacher(request: FeatureRequest) -> Teacher:
+  """The teacher of a run with a loss that follows one; an entry of FEATURES."""
+  assert request.command is not None, "a teacher is read by a command"
+  return Teacher(TEACHER, request.command, request.sharder.mesh, teacher_folders)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class MemberFunctions:
   # (state, batch) -> the sums of the held-out loss, as of `build_eval_step`, or, of a Linen module,
   # the loss; None: there is none.
   evaluate: Callable[[TrainState, PyTree], PyTree] | None = None
-  # The parameters that members with one base hold once are frozen; None: there are none.
+  # The parameters that members with one base share are frozen; None: there are none.
   labels: Labels = None
   # The schedule of phases; None: the member has none.
   schedule: PhaseSchedule | None = None

@@ -12,8 +12,8 @@ import optax
 from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxlite.ensemble.member import HyperparameterError, Loss, Member, is_number
-from maxlite.ensemble.member_program import (
+from maxlite.ensemble.members.member import HyperparameterError, Loss, Member, is_number
+from maxlite.ensemble.members.program import (
   MemberFunctions,
   MemberProgram,
   MemberSetting,
