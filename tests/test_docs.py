@@ -80,12 +80,6 @@ def link_folders(folder: Path) -> None:
     (folder / name).symlink_to(ROOT / name)
 
 
-def test_every_page_is_in_the_index():
-  index = (ROOT / "docs" / "README.md").read_text("utf-8")
-  pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "README.md"}
-  assert pages == set(re.findall(r"\]\(((?:measurements/)?\w+\.md)\)", index))
-
-
 @pytest.mark.slow
 def test_the_tutorial_runs_as_written(tmp_path):
   link_folders(tmp_path)
