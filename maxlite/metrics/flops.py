@@ -3,6 +3,7 @@
 `sizes` is the number of elements of every parameter, by path.
 """
 
+import collections
 import functools
 import re
 from collections.abc import Collection, Mapping
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import meta
 
+from maxlite.config.layer_stacks import layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
@@ -98,7 +100,7 @@ def train_flops(
   if trained is None:
     trained = sizes.keys()
   first = _first_stage(trained)
-  macs = 0
+  macs = 0.0
   for path, size in sizes.items():
     module, _, _ = path.partition("/")
     is_read = module != "unembed" and (drafts or module not in DRAFTERS)
@@ -117,11 +119,12 @@ def train_flops(
     backward = _backward_products("unembed", first, weight in trained)
     products += (model.num_draft_heads + model.mtp_num_layers) * (1 + backward)
   macs += products * model.vocab_size * model.base_emb_dim
-  macs += _recurrence_macs_per_token(model, first)
   rows, row_length = batch_shape
+  macs += _mixer_macs_per_token(model, row_length, first, is_recurrent=True)
   flops_per_mac = FLOPS_PER_MAC * rows * row_length
-  attention = flops_per_mac * _attention_macs_per_token(model, row_length, first)
-  if drafts:
+  attention = _mixer_macs_per_token(model, row_length, first, is_recurrent=False)
+  attention *= flops_per_mac
+  if drafts and model.mtp_num_layers:
     attention += flops_per_mac * _mtp_attention_macs_per_token(model, row_length, first)
   return Flops(flops_per_mac * macs + attention, attention)
 
@@ -141,65 +144,33 @@ def _backward_products(stage: str, first: int, is_trained: bool) -> int:
   return products
 
 
-def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
-  """Products of queries with keys, and of scores with values, over all layers."""
-  num_layers = model.base_num_decoder_layers - model.num_recurrent_layers
-  num_local = 0
-  if model.global_layer_interval:
-    num_local = num_layers - num_layers // model.global_layer_interval
-  elif model.sliding_window_size:
-    num_local = num_layers
-  window = min(model.sliding_window_size or row_length, row_length)
-  hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number of keys outside the window
-  local_keys = num_local * (row_length / 2 - hidden)  # per query, summed over layers
-  global_keys = (num_layers - num_local) * row_length / 2
-  products = local_keys * 2 * model.head_dim + global_keys * _attention_channels(model)
-  forward = model.base_num_query_heads * products
-  return forward * (1 + BACKWARD_OVER_FORWARD * _share_with_backward(model, first))
+def _mixer_macs_per_token(
+  model: ModelConfig, row_length: int, first: int, *, is_recurrent: bool
+) -> float:
+  """Products of mixers besides those with parameters, over all layers.
 
-
-def _share_with_backward(model: ModelConfig, first: int) -> float:
-  """The share of the layers that have a backward pass, if `first` is the first trained stage."""
-  num_dense, step = model.layer_plan
-  num_shared = step * model.num_kv_shared_units
-  num_layers = model.base_num_decoder_layers
-  sizes = {
-    "dense_layers": num_dense,
-    "layers": num_layers - num_dense - num_shared,
-    "kv_shared_layers": num_shared,
-  }
-  num_needed = sum(size for stack, size in sizes.items() if _needs_input_gradient(stack, first))
-  return num_needed / num_layers
-
-
-def _attention_channels(model: ModelConfig) -> int:
-  """Channels of a head of a layer that attends globally, of a key and of a value together."""
-  mla = model.mla
-  if model.family.latent_attention:
-    return mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-  return 2 * model.global_head_dim
+  Those of attention are of queries with keys, and of scores with values.
+  """
+  total = 0.0
+  for stack in layer_stacks(model):
+    mixers = [layer.mixer for layer in stack.layers if layer.mixer.is_recurrent == is_recurrent]
+    counts = collections.Counter(mixers)
+    forward = sum(n * mixer.macs_per_token(row_length) for mixer, n in counts.items())
+    total += forward * _passes(stack.name, first)
+  return total
 
 
 def _mtp_attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
-  """As `_attention_macs_per_token`, for the layers of multi-token prediction."""
-  keys_per_query = row_length / 2
-  if not model.family.global_layer_every:  # otherwise they attend globally
-    window = min(model.sliding_window_size or row_length, row_length)
-    keys_per_query -= (row_length - window) ** 2 / (2 * row_length)
-  forward = model.base_num_query_heads * _attention_channels(model) * keys_per_query
-  if _needs_input_gradient("mtp", first):
-    forward *= 1 + BACKWARD_OVER_FORWARD
-  return model.mtp_num_layers * forward
+  """As `_mixer_macs_per_token`, for the layers of multi-token prediction."""
+  forward = mtp_layer_spec(model).mixer.macs_per_token(row_length)
+  return model.mtp_num_layers * forward * _passes("mtp", first)
 
 
-def _recurrence_macs_per_token(model: ModelConfig, first: int) -> int:
-  """Products of the gated delta rule as a recurrence: what the state holds, its change, a query."""
-  gdn = model.gdn
-  state_size = gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim
-  forward = 3 * model.num_recurrent_layers * state_size
-  if _needs_input_gradient("layers", first):
-    return forward * (1 + BACKWARD_OVER_FORWARD)
-  return forward
+def _passes(stage: str, first: int) -> int:
+  """Forward passes with as many products as a step has, if `first` is the first trained stage."""
+  if _needs_input_gradient(stage, first):
+    return 1 + BACKWARD_OVER_FORWARD
+  return 1
 
 
 def _stage(path: str) -> int:

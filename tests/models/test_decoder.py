@@ -11,12 +11,14 @@ import trees
 from flax.linen import meta
 from slow_cases import fast_only, slow
 
+from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import Decoder
-from maxlite.models.decoder_layer import DecoderLayer, Rope
+from maxlite.models.decoder_layer import DecoderLayer
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {
@@ -89,21 +91,19 @@ def test_layers_run_in_order(plan):
   num_dense, step = plan
   model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
   params = params_of(model)
-  dense_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=False).apply)
-  moe_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=True).apply)
   x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
   sums = []
-  rope = Rope(rope_tables(POSITION_BT, 4, model.cfg.rope))
-  for is_moe, place, row in PLANS[plan]:
+  inputs = LayerInputs(SEGMENT_BT, {"main": rope_tables(POSITION_BT, 4, model.cfg.rope)})
+  for spec, (is_moe, place, row) in zip(layer_specs(model.cfg), PLANS[plan], strict=True):
     stack = params
     for name in place.split("/"):
       stack = stack[name]
     variables = {"params": jax.tree.map(lambda leaf, row=row: leaf[row], stack)}
+    layer = jax.jit(DecoderLayer(model.cfg, model.sharder, spec).apply)
+    x_BTD, outputs = layer(variables, x_BTD, inputs)
+    assert bool(outputs.sums) == is_moe
     if is_moe:
-      x_BTD, outputs = moe_layer(variables, x_BTD, SEGMENT_BT, rope)
       sums.append(outputs.sums)
-    else:
-      x_BTD, _ = dense_layer(variables, x_BTD, SEGMENT_BT, rope)
   norm = RMSNorm(model.cfg.normalization_layer_epsilon, jnp.float32)
   expected_BTD = norm.apply({"params": params["final_norm"]}, x_BTD)
   got_BTD, got = hidden(model, params)

@@ -67,7 +67,9 @@ def router(cfg: Config) -> Violations:
   is_grouped = moe.router in GROUP_ROUTERS
   if is_grouped:
     yield from _groups(cfg)
-  num_per_unit = sum(kind.is_moe for kind in cfg.model.layer_unit)
+  num_per_unit = 1
+  if cfg.model.family.reads("gdn") or cfg.model.family.reads("cycle"):
+    num_per_unit = cfg.model.inhomogeneous_layer_cycle_interval
   if moe.routed_bias and num_per_unit > 1:
     yield Violation(
       ["routed_bias", "decoder_block"],

@@ -120,7 +120,8 @@ def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 
 
 def _dense_layers_to_hf(cfg: ModelConfig) -> JsonObject:
-  num_first, step = cfg.layer_plan
+  num_first = cfg.moe.first_num_dense_layers
+  step = cfg.moe.interleave_moe_layer_step
   mlp_dim = cfg.base_mlp_dim
   if num_first == 0 and step == 1:
     mlp_dim = cfg.moe.base_moe_mlp_dim
