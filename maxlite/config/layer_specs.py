@@ -176,7 +176,7 @@ class MoeSpec(FeedForwardSpec):
   pre_norm: ClassVar[str] = "moe_norm"
   post_norm: ClassVar[str] = "moe_post_norm"
 
-  form: MoeForm = MoeForm()
+  form: MoeForm
 
 
 @dataclasses.dataclass(frozen=True)

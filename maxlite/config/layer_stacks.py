@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 from maxlite.config.layer_specs import (
@@ -137,6 +138,8 @@ def _with_experts(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
   if not cfg.family.is_moe:
     mlp = _feed_forward(cfg, has_experts=False)
     return (LayerStack("layers", tuple(LayerSpec(mixer, mlp) for mixer in mixers)),)
+  if cfg.moe.mlp_only_layers:
+    return _runs(cfg, mixers)
   num_dense = cfg.moe.first_num_dense_layers
   step = cfg.moe.interleave_moe_layer_step
   layers = []
@@ -150,6 +153,18 @@ def _with_experts(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
   if not num_dense:
     return (others,)
   return (LayerStack("dense_layers", tuple(layers[:num_dense])), others)
+
+
+def _runs(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
+  """A stack for each run of dense or MoE layers, named after its first layer."""
+  stacks = []
+  numbers = range(len(mixers))
+  for has_experts, run in itertools.groupby(numbers, lambda i: i not in cfg.moe.mlp_only_layers):
+    feed_forward = _feed_forward(cfg, has_experts=has_experts)
+    first, *others = run
+    layers = [LayerSpec(mixers[number], feed_forward) for number in (first, *others)]
+    stacks.append(LayerStack(f"layers_from_{first}", tuple(layers)))
+  return tuple(stacks)
 
 
 def _feed_forward(cfg: ModelConfig, *, has_experts: bool, mlp_dim: int = 0) -> FeedForwardSpec:

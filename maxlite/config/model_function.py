@@ -69,6 +69,8 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
     unused |= set(flatten(cfg.moe))
   elif not cfg.has_dense_mlp:
     unused |= {"base_mlp_dim"}
+  if not cfg.moe.mlp_only_layers:
+    unused |= {"mlp_only_layers"}
   if cfg.moe.router not in GROUP_ROUTERS:
     unused |= {"n_routing_groups", "topk_routing_group"}
   if family.reads("mla"):

@@ -44,6 +44,7 @@ from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
 from maxlite.config.layer_specs import MlpSpec, MoeSpec
+from maxlite.config.model_families import MoeForm
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.hardware import Hardware, hardware_of
 from maxlite.kernels.xla_cpu import keep_freed_memory
@@ -299,7 +300,7 @@ def one_axis_mesh(mesh_axis: str, devices: list[jax.Device]) -> Sharder:
 
 
 def moe(sharder: Sharder) -> MoeBlock:
-  return MoeBlock(load_config(LAYER).model, sharder, MoeSpec())
+  return MoeBlock(load_config(LAYER).model, sharder, MoeSpec(MoeForm()))
 
 
 def layer_run(

@@ -136,10 +136,11 @@ def _layers_per_unit(cfg: Config) -> Violations:
       ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
       f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
     )
-  for key, default in (("first_num_dense_layers", 0), ("interleave_moe_layer_step", 1)):
-    if model.family.is_moe and getattr(model.moe, key) != default:
+  for key in ("first_num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers"):
+    if model.family.is_moe and getattr(model.moe, key) != DEFAULTS[key]:
       yield Violation(
-        [key, "decoder_block"], f"all layers of this family are MoE; write {key}={default}"
+        [key, "decoder_block"],
+        f"all layers of this family are MoE; write {key}={show(DEFAULTS[key])}",
       )
 
 

@@ -268,7 +268,10 @@ class ModelConfig:
     """Whether any layer has an MLP of base_mlp_dim."""
     if self.family.moe is None or self.family.moe.beside_mlp:
       return True
-    return self.moe.first_num_dense_layers > 0 or self.moe.interleave_moe_layer_step > 1
+    moe = self.moe
+    return bool(
+      moe.mlp_only_layers or moe.first_num_dense_layers > 0 or moe.interleave_moe_layer_step > 1
+    )
 
   @property
   def global_head_dim(self) -> int:
