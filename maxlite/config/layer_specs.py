@@ -40,14 +40,17 @@ class MixerSpec:
 
   kv_heads_axis: ClassVar[str] = "activation_kv_heads"  # that shards the keys and values of heads
 
-  # The rotary embedding, if it has one.
-  rope: RopeSpec | None = dataclasses.field(default=None, kw_only=True)
+  rope: RopeSpec | None = dataclasses.field(default=None, kw_only=True)  # None: it has none
   # Its keys and values have this name for layers of later stacks; "": they read none.
   writes: str = dataclasses.field(default="", kw_only=True)
 
   def macs_per_token(self, row_length: int) -> float:
     """Products per token of a row, besides those with parameters."""
     raise NotImplementedError
+
+  def scanned_with(self, other: "MixerSpec") -> "MixerSpec":
+    """One spec for mixers of the same scan, which has the same parameters for both."""
+    raise NotImplementedError(f"{self} and {other} in one scan")
 
   @property
   def kv_channels(self) -> int:
@@ -89,6 +92,13 @@ class AttentionSpec(MixerSpec):
     window = min(self.window or row_length, row_length)
     num_hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number outside of the window
     return self.num_heads * (row_length / 2 - num_hidden) * 2 * self.head_dim
+
+  def scanned_with(self, other: MixerSpec) -> "AttentionSpec":
+    assert isinstance(other, AttentionSpec), other
+    assert self == dataclasses.replace(other, window=self.window, rope=self.rope), (self, other)
+    if not self.window and other.window:  # a plan counts how many layers have the window
+      return other.scanned_with(self)
+    return dataclasses.replace(self, otherwise=other)
 
   @property
   def kv_channels(self) -> int:
@@ -234,19 +244,9 @@ class LayerStack:
 
 
 def _scanned(layers: tuple[LayerSpec, ...]) -> LayerSpec:
-  """One spec for layers that are alike, or that differ in the window and rope of attention."""
-  distinct = list(dict.fromkeys(layers))
-  if len(distinct) == 1:
-    return distinct[0]
-  # The layers with a window first: plans count how many layers take the true branch.
-  first, otherwise = sorted((layer.mixer for layer in distinct), key=_is_global)
-  assert isinstance(otherwise, AttentionSpec), distinct
-  mixer = dataclasses.replace(first, otherwise=otherwise)
-  assert dataclasses.replace(otherwise, window=first.window, rope=first.rope) == first, distinct
-  return dataclasses.replace(distinct[0], mixer=mixer)
-
-
-def _is_global(mixer: MixerSpec) -> tuple[bool, str]:
-  assert isinstance(mixer, AttentionSpec), mixer
-  assert mixer.rope is not None
-  return mixer.window == 0, mixer.rope.name
+  """One spec for layers that are alike, or whose mixers differ as those of a scan may."""
+  first, *others = dict.fromkeys(layers)
+  for other in others:
+    assert other == dataclasses.replace(first, mixer=other.mixer), (first, other)
+    first = dataclasses.replace(first, mixer=first.mixer.scanned_with(other.mixer))
+  return first

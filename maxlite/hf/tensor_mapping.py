@@ -189,7 +189,7 @@ class LayerPlace(NamedTuple):
 
 def layers(cfg: ModelConfig) -> list[LayerPlace]:
   """Return the place of each layer, in the order of the forward pass."""
-  places = []
+  places: list[LayerPlace] = []
   for stack in layer_stacks(cfg):
     for i in range(len(stack.layers)):
       unit, module = divmod(i, stack.unit_size)

@@ -163,11 +163,11 @@ class Attention(nn.Module):
 
   def _rope(self, inputs: LayerInputs) -> RopeTables:
     """The tables of the layer; of scanned layers that differ, those that the layer selects."""
-    own = inputs.rope[self.spec.rope.name]
+    own = inputs.tables_of(self.spec)
     otherwise = self.spec.otherwise
     if otherwise is None or otherwise.rope == self.spec.rope:
       return own
-    other = inputs.rope[otherwise.rope.name]
+    other = inputs.tables_of(otherwise)
     return jax.tree.map(functools.partial(jnp.where, inputs.is_first), own, other)
 
   def _window(self, inputs: LayerInputs) -> _Window:

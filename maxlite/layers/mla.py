@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
     segment_BT = inputs.segment_BT
-    rope = inputs.rope[self.spec.rope.name]
+    rope = inputs.tables_of(self.spec)
     q_BTHC = scale_queries(self._queries(x_BTD, rope), inputs.query_scale_BT)
     latent_BTL, rotated_BT1R = self._latents(x_BTD, rope)
     entry_BT1C = jnp.concatenate([latent_BTL[:, :, None], rotated_BT1R], axis=-1)

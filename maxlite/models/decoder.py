@@ -1,7 +1,5 @@
 """The decoder: embed -> layers -> norm -> logits."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -166,18 +164,17 @@ class Decoder(nn.Module):
         inputs = inputs._replace(is_first=is_first)
       x_BTD, outputs = modules(x_BTD, inputs)
       sums = outputs.sums
-      if stack.num_moe_layers > stack.num_units:  # The units' sums are stacked too.
-        sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
-      last = jax.tree.map(lambda leaf: leaf[-1], outputs.keys_values)
-      return x_BTD, LayerOutputs(sums, last)
-    sums_by_unit = []
-    for i, unit in enumerate(modules):
-      x_BTD, outputs = unit(x_BTD, inputs.of_layer(i))
-      sums_by_unit.append(outputs.sums)
-    sums = stack_sums(sums_by_unit)
-    if stack.num_moe_layers > stack.num_units:
+      keys_values = jax.tree.map(lambda leaf: leaf[-1], outputs.keys_values)
+    else:
+      sums_by_unit = []
+      for i, unit in enumerate(modules):
+        x_BTD, outputs = unit(x_BTD, inputs.of_layer(i))
+        sums_by_unit.append(outputs.sums)
+      sums = stack_sums(sums_by_unit)
+      keys_values = outputs.keys_values
+    if stack.num_moe_layers > stack.num_units:  # The units' sums are stacked too.
       sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
-    return x_BTD, outputs._replace(sums=sums)
+    return x_BTD, LayerOutputs(sums, keys_values)
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
@@ -275,13 +272,14 @@ def _by_unit(x: jax.Array, stack: LayerStack) -> jax.Array:
 
 def _is_first(stack: LayerStack) -> jax.Array | None:
   """`LayerInputs.is_first` of a scan over the stack."""
-  first = stack.scan_specs() * stack.num_units
-  if not any(isinstance(spec.mixer, AttentionSpec) and spec.mixer.otherwise for spec in first):
+  scanned = stack.scan_specs() * stack.num_units
+  if set(scanned) <= set(stack.layers):  # the layers of each scan are alike
     return None
-  firsts = []
-  for layer, spec in zip(stack.layers, first, strict=True):
-    firsts.append(dataclasses.replace(spec.mixer, otherwise=None) == layer.mixer)
-  return _by_unit(jnp.asarray(firsts), stack)
+  is_first = []
+  for layer, spec in zip(stack.layers, scanned, strict=True):
+    assert isinstance(spec.mixer, AttentionSpec)
+    is_first.append(layer.mixer != spec.mixer.otherwise)
+  return _by_unit(jnp.asarray(is_first), stack)
 
 
 def _concatenate(sums_by_stack: list[LayerSums]) -> LayerSums:

@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
       result, sums["moe"] = result
     x_BTD += self._update(spec.post_norm, result)
 
-    if self.spec.has_per_layer_input:
+    if inputs.per_layer_BTP is not None:
       per_layer = PerLayerInput(self.cfg, self.sharder, self.linear, name="per_layer")
       x_BTD += per_layer(x_BTD, inputs.per_layer_BTP)
     if self.cfg.family.layer_scale:

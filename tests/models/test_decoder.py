@@ -41,7 +41,8 @@ TINY = {
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 SEGMENT_BT = np.ones_like(TOKENS_BT)
 POSITION_BT = np.tile(np.arange(12, dtype=np.int32), (2, 1))
-# Layer plan -> of each layer: whether it is MoE, the path of its parameters, its row in the stack.
+# Layer plan, or the dense layers -> of each layer: whether it is MoE, the path of its parameters,
+# its row in the stack.
 PLANS = {
   (0, 1): [
     (True, "layers", 0),
@@ -63,6 +64,13 @@ PLANS = {
     (True, "layers/mixture", 0),
     (False, "layers/dense_0", 1),
     (True, "layers/mixture", 1),
+  ],
+  (1, 3, 4): [
+    (True, "layers_from_0", 0),
+    (False, "layers_from_1", 0),
+    (True, "layers_from_2", 0),
+    (False, "layers_from_3", 0),
+    (False, "layers_from_3", 1),
   ],
 }
 
@@ -86,10 +94,12 @@ def hidden(model, params, tokens_BT=TOKENS_BT):
   return jax.jit(run)(tokens_BT, SEGMENT_BT, POSITION_BT)
 
 
-@pytest.mark.parametrize("plan", fast_only(PLANS, (1, 2)), ids=str)
+@pytest.mark.parametrize("plan", fast_only(PLANS, (1, 2), (1, 3, 4)), ids=str)
 def test_layers_run_in_order(plan):
-  num_dense, step = plan
-  model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
+  keys = {"mlp_only_layers": plan}
+  if len(plan) == 2:
+    keys = dict(zip(("first_num_dense_layers", "interleave_moe_layer_step"), plan, strict=True))
+  model = model_of(**keys, scan_unroll=2)
   params = params_of(model)
   x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
   sums = []

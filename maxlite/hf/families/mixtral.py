@@ -116,11 +116,14 @@ def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   plan = moe_plan(has_experts)
   if has_experts == [False] * num_first + unit * repeats:
     plan = (num_first, step)
-  keys: JsonObject = {"base_mlp_dim": hf["intermediate_size"]}
   if plan is None:
     dense = [layer for layer, has in enumerate(has_experts) if not has]
-    return keys | {"mlp_only_layers": tuple(dense)}
-  return keys | {"first_num_dense_layers": plan[0], "interleave_moe_layer_step": plan[1]}
+    return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": tuple(dense)}
+  return {
+    "base_mlp_dim": hf["intermediate_size"],
+    "first_num_dense_layers": plan[0],
+    "interleave_moe_layer_step": plan[1],
+  }
 
 
 def _dense_layers_to_hf(cfg: ModelConfig) -> JsonObject:
