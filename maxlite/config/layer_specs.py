@@ -197,7 +197,7 @@ class MoeBesideMlpSpec(FeedForwardSpec):
   name: ClassVar[str] = "moe_beside_mlp"
   shares_scope: ClassVar[bool] = True
   has_experts: ClassVar[bool] = True
-  pre_norm: ClassVar[str] = "mlp_norm"
+  pre_norm: ClassVar[str] = "moe_norm"
   post_norm: ClassVar[str] = "mlp_post_norm"
 
   moe: MoeSpec

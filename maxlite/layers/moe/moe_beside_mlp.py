@@ -14,9 +14,9 @@ from maxlite.sharding import Sharder
 
 
 class MoeBesideMlp(nn.Module):
-  """The sum of the outputs of an MLP and of a mixture, each after a norm of its own.
+  """The sum of the outputs of a mixture and of an MLP, each after a norm of its own.
 
-  Returns (y_BTD, RouterSums). The MLP gets x_BTD, the mixture another norm of residual_BTD. Its
+  Returns (y_BTD, RouterSums). The mixture gets x_BTD, the MLP another norm of residual_BTD. The
   parameters have the path of the layer.
 
   Source: the code published with Gemma 4 (2026).
@@ -28,9 +28,9 @@ class MoeBesideMlp(nn.Module):
   linear: LinearClass = Linear
 
   def setup(self) -> None:
-    self.moe_norm = build_norm(self.cfg)
     self.moe = MoeBlock(self.cfg, self.sharder, self.spec.moe, self.linear)
     self.moe_branch_norm = build_norm(self.cfg)
+    self.mlp_norm = build_norm(self.cfg)
     self.mlp = MLP(self.cfg, self.sharder, self.spec.mlp, self.linear)
     self.mlp_branch_norm = build_norm(self.cfg)
 
@@ -40,6 +40,6 @@ class MoeBesideMlp(nn.Module):
     segment_BT: jax.Array,
     residual_BTD: jax.Array,
   ) -> tuple[jax.Array, RouterSums]:
-    y_BTD, sums = self.moe(self.moe_norm(residual_BTD), segment_BT, residual_BTD)
-    dense_BTD = self.mlp_branch_norm(self.mlp(x_BTD))
+    y_BTD, sums = self.moe(x_BTD, segment_BT, residual_BTD)
+    dense_BTD = self.mlp_branch_norm(self.mlp(self.mlp_norm(residual_BTD)))
     return dense_BTD + self.moe_branch_norm(y_BTD), sums
