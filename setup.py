@@ -38,7 +38,7 @@ setup(
   # import hook, and a script beside a clone would find the clone's folder first, which has the name
   # of the package: a namespace package without contents.
   package_dir={"": "."},
-  package_data={"maxlite.inference.server": ["*.html"]},
+  package_data={"maxlite.config.maxtext": ["keys.yml"], "maxlite.inference.server": ["*.html"]},
   cmdclass={"build_py": BuildPackage},
   install_requires=[
     "jax>=0.10.2",

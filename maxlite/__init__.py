@@ -15,7 +15,7 @@ _MODULES = {
   "Callback": "maxlite.training.callbacks",
   "Config": "maxlite.config",
   "Run": "maxlite.api.trained_run",
-  "UserError": "maxlite.config",
+  "UserError": "maxlite.errors",
   "get_config": "maxlite.api.config_dict",
   "load": "maxlite.hf.load_model",
   "open_run": "maxlite.api.trained_run",

@@ -9,7 +9,7 @@ import os
 import sys
 
 from maxlite.config import main_config
-from maxlite.config.command_line import USAGE
+from maxlite.config.help_text import USAGE
 from maxlite.errors import exit_on_user_error
 from maxlite.libtpu_environment import NO_TPU_ENVIRONMENT
 from maxlite.planning.topology import parse_topology

@@ -9,7 +9,7 @@ implementation reads it from the entry, and never compares names.
 import dataclasses
 import pkgutil
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from maxlite.errors import UserError
@@ -84,19 +84,27 @@ def with_auto(registry: Registry[EntryT]) -> Mapping[str, Implementation]:
 
 
 def resolve_backend(
-  key: str, backends: Registry[EntryT], auto: Mapping[str, str], name: str, platform: str
+  key: str,
+  backends: Registry[Entry],
+  auto: Mapping[str, Sequence[str]],
+  name: str,
+  platform: str,
+  supports: Callable[[Implementation], bool],
 ) -> str:
-  """The entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+  """The name of the entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
 
   Args:
     key: the config key that selects the backend, for the error message.
-    auto: the choice of "auto" by platform, and "other".
+    auto: the names among which "auto" chooses, by platform and for "other". Only they are imported,
+      because some need another platform's packages.
+    supports: whether a backend supports the call. "auto" chooses the first that does.
 
   Raises:
     UserError: there is no such backend.
   """
   if name == "auto":
-    return auto.get(platform, auto["other"])
+    candidates = auto.get(platform, auto["other"])
+    return next(candidate for candidate in candidates if supports(backends[candidate]))
   if name not in backends:
     known = ", ".join(backends)
     raise UserError(f"{key}={name!r} is not a backend; choose auto or one of: {known}")
@@ -297,52 +305,31 @@ DISPATCHES = Registry(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionEntry(Entry):
-  """A backend of attention; see kernels/attention/api.py."""
-
-  has_sinks: bool = True
-  has_soft_cap: bool = True
-  # It computes in 16-bit types only.
-  is_narrow: bool = False
-
-
-# attention
+# attention -> AttentionBackend; see kernels/attention/backend.py.
 ATTENTION_BACKENDS = Registry(
-  AttentionEntry,
-  reference="maxlite.kernels.attention.reference:attention",
-  chunked="maxlite.kernels.attention.chunked:attention",
-  dot_product=AttentionEntry(
-    "maxlite.kernels.attention.dot_product:attention",
-    has_sinks=False,
-    has_soft_cap=False,
-  ),
-  splash="maxlite.kernels.attention.splash:attention",
-  cudnn=AttentionEntry(
-    "maxlite.kernels.attention.dot_product:cudnn_attention",
-    has_sinks=False,
-    has_soft_cap=False,
-    is_narrow=True,
-  ),
-  tokamax=AttentionEntry(
-    "maxlite.kernels.attention.tokamax:attention",
-    has_sinks=False,
-    is_narrow=True,
-  ),
-)
-# Those that can merge results over several sets of keys, for ring attention.
-PARTIAL_ATTENTION_BACKENDS = Registry(
   Entry,
-  chunked="maxlite.kernels.attention.chunked:PARTIAL_ATTENTION",
+  reference="maxlite.kernels.attention.reference:BACKEND",
+  chunked="maxlite.kernels.attention.chunked:BACKEND",
+  dot_product="maxlite.kernels.attention.dot_product:BACKEND",
+  splash="maxlite.kernels.attention.splash:BACKEND",
+  cudnn="maxlite.kernels.attention.dot_product:CUDNN",
+  tokamax="maxlite.kernels.attention.tokamax:BACKEND",
 )
-# grouped_matmul: see kernels/grouped_matmul/api.py.
+# grouped_matmul -> GroupedMatmulBackend; see kernels/grouped_matmul/backend.py.
 GROUPED_MATMUL_BACKENDS = Registry(
   Entry,
-  reference="maxlite.kernels.grouped_matmul.reference:grouped_matmul",
-  tiled="maxlite.kernels.grouped_matmul.tiled:grouped_matmul",
-  megablox="maxlite.kernels.grouped_matmul.megablox:grouped_matmul",
-  ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:grouped_matmul",
-  mosaic_gpu="maxlite.kernels.grouped_matmul.mosaic_gpu:grouped_matmul",
+  reference="maxlite.kernels.grouped_matmul.reference:BACKEND",
+  tiled="maxlite.kernels.grouped_matmul.tiled:BACKEND",
+  megablox="maxlite.kernels.grouped_matmul.megablox:BACKEND",
+  ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:BACKEND",
+  mosaic_gpu="maxlite.kernels.grouped_matmul.mosaic_gpu:BACKEND",
+)
+# Whole feed-forward networks for backends of grouped_matmul that have one -> GroupedMlpBackend; see
+# kernels/grouped_mlp/backend.py. Other backends compute the products one after the other.
+GROUPED_MLP_BACKENDS = Registry(
+  Entry,
+  tiled="maxlite.kernels.grouped_mlp.tiled:BACKEND",
+  megablox="maxlite.kernels.grouped_mlp.megablox_mlp:BACKEND",
 )
 
 
@@ -379,7 +366,6 @@ ENSEMBLE_STRATEGIES = Registry(
   padded=StrategyEntry(
     "maxlite.ensemble.engines.padded:PaddedEngine",
     is_automatic=False,
-    hosts="together",
   ),
 )
 
@@ -415,22 +401,52 @@ DRAFT_LOSSES = Registry(
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.transforms.teacher:DISTILL")
+TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.features.teacher:DISTILL")
 PREFERENCE_LOSSES = Registry(Entry, dpo="maxlite.training.preference_loss:DPO")
 RUN_LOSSES: Mapping[str, Implementation] = ChainMap(PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
 LOSSES: Mapping[str, Implementation] = ChainMap(
   DRAFT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
 )
-# Features beside the step of a plain run, the innermost first: (TransformRequest) -> StepTransform,
-# or None if the config does not use it; see training/transforms/step_transform.py.
-STEP_TRANSFORMS = Registry(
-  Entry,
-  host_offload="maxlite.training.transforms.host_offload:build_host_offload",
-  local_updates="maxlite.training.transforms.local_updates:build_local_updates",
-  phases="maxlite.training.transforms.alternating_phases:build_alternating_phases",
-  teacher="maxlite.training.transforms.teacher:build_teacher",
-  reference="maxlite.training.transforms.reference:build_reference",
-  overflow_replay="maxlite.training.transforms.overflow_replay:build_overflow_replay",
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureEntry(Entry):
+  """A feature around the training step: (FeatureRequest) -> Feature; see training/feature.py."""
+
+  # (StepSpec) -> whether the step has the feature, whose file is opened only then.
+  is_used: Callable[[Any], bool] = lambda spec: True
+
+
+def _has_loss_of(losses: Mapping[str, Implementation]) -> Callable[[Any], bool]:
+  """A predicate: whether a spec has an objective with one of these losses."""
+  return lambda spec: any(objective.loss in losses for objective in spec.objectives)
+
+
+# The innermost first.
+FEATURES = Registry(
+  FeatureEntry,
+  host_offload=FeatureEntry(
+    "maxlite.training.features.host_offload:HostOffload",
+    is_used=lambda spec: spec.mesh.optimizer_memory_host_offload,
+  ),
+  local_updates=FeatureEntry(
+    "maxlite.training.features.local_updates:build_local_updates",
+    is_used=lambda spec: spec.local_updates.diloco_sync_period > 0,
+  ),
+  phases=FeatureEntry(
+    "maxlite.training.features.phases:AlternatingPhases",
+    is_used=lambda spec: spec.phases is not None,
+  ),
+  teacher=FeatureEntry(
+    "maxlite.training.features.teacher:build_teacher", is_used=_has_loss_of(TAUGHT_LOSSES)
+  ),
+  reference=FeatureEntry(
+    "maxlite.training.features.reference:build_reference", is_used=_has_loss_of(PREFERENCE_LOSSES)
+  ),
+  overflow_replay=FeatureEntry(
+    "maxlite.training.features.overflow_replay:build_overflow_replay",
+    is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
+  ),
 )
 
 

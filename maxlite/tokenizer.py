@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from maxlite.config import main_config
-from maxlite.config.command_line import USAGE, CommandLine
-from maxlite.config.load import read_layers
+from maxlite.config.command_line import CommandLine
+from maxlite.config.help_text import USAGE
+from maxlite.config.load import read_settings
 from maxlite.config.read_keys import check_typed
 from maxlite.config.schema import DEFAULTS
 from maxlite.config.values import Setting, parse
@@ -27,9 +28,8 @@ def main() -> int:
   cfg = main_config([*sys.argv[1:], *_AS_BYTES], "maxlite.tokenizer", usage=_USAGE)
   with exit_on_user_error("maxlite.tokenizer"):
     check_typed("maxlite.tokenizer", CommandLine.split(sys.argv[1:]).typed, cfg)
-    named: dict[str, Setting] = {}
-    for layer in read_layers(CommandLine.split(sys.argv[1:]), None, DEFAULTS):
-      named |= {setting.name: setting for setting in layer.settings}
+    settings = read_settings(CommandLine.split(sys.argv[1:]), None, DEFAULTS)
+    named = {setting.name: setting for setting in settings}
     kind = named.get("tokenizer_type")
     if kind is not None and kind.raw not in ("byte", "huggingface"):
       raise kind.error("is not what is trained; write tokenizer_type=huggingface")

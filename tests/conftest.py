@@ -35,7 +35,7 @@ try:
 except ImportError:
   LRUCache = None
 
-pytest_plugins = ("object_store", "run_fixtures")
+pytest_plugins = ("support.object_store", "support.run_fixtures")
 MAPPINGS = Path("/proc/self/maps")
 
 # The folder of compiled programs, which the processes of one run of pytest share. The first process

@@ -31,6 +31,16 @@ ROWS = (
   {"hf"},
   {"api"},
 )
+# Likewise the folders of maxlite/ensemble: the files beside them are the API and the commands.
+ROWS_OF_ENSEMBLE = (
+  {"members"},
+  {"workers", "report"},
+  {"engines"},
+  {"selection"},
+  {"run"},
+  {"ensemble"},
+  {"__init__", "__main__", "run_members"},
+)
 PRIVATE_JAX = PACKAGE / "distributed" / "jax_private.py"
 PRIVATE_ORBAX = PACKAGE / "checkpoint" / "orbax_object_store.py"
 TOUR = ROOT / "docs" / "tour.md"
@@ -104,6 +114,21 @@ def test_imports_point_down(trees):
       parts = name.split(".")
       outside = parts[0] not in ("maxlite", "") or parts[1] in (_own(path), "__version__")
       if not outside and (parts[0] == "" or _row(parts[1]) >= _row(_own(path))):
+        wrong.append(f"{_place(path, node)}: {name}")
+  assert not wrong
+
+
+def test_folders_of_ensembles_import_down(trees):
+  folder = PACKAGE / "ensemble"
+  row_of = {own: row for row, owners in enumerate(ROWS_OF_ENSEMBLE) for own in owners}
+  wrong = []
+  for path in folder.rglob("*.py"):
+    own = path.relative_to(folder).parts[0].removesuffix(".py")
+    for node, name in _imports(trees[path]):
+      if not name.startswith("maxlite.ensemble."):
+        continue
+      other = name.split(".")[2]
+      if other != own and row_of.get(other, len(ROWS_OF_ENSEMBLE)) >= row_of[own]:
         wrong.append(f"{_place(path, node)}: {name}")
   assert not wrong
 

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.tiny import build
 
 from maxlite.config import load_config, save_resolved
-from maxlite.training.trainer import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/base.yml"
@@ -253,7 +253,7 @@ def shardings(monkeypatch, capsys):
 @pytest.mark.smoke
 def test_shardings_prints_every_parameter_once(shardings):
   argv = [str(BASE), *TINY, "ici_tensor_parallelism=2"]
-  placements = build_trainer(load_config(argv)).parameter_shardings
+  placements = build(load_config(argv)).parameters
   lines = shardings(argv)
   mesh = "ensemble=1 x data=1 x fsdp=4 x context=1 x expert=1 x tensor=2"
   assert lines[0][0] == f"8 devices: {mesh}"

@@ -34,8 +34,8 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
-from maxlite.training.trainer import Trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
+from maxlite.training.program import Program
+from maxlite.training.trainer import open_trainer
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +43,7 @@ class Run:
   """A run at one step; its parameters are in memory, sharded as in training."""
 
   config: Config
-  trainer: Trainer
+  program: Program
   step: int  # the step that gave the parameters
   params: PyTree
   ema_params: PyTree | None = None  # moving averages; None without `ema_decay`
@@ -71,7 +71,7 @@ class Run:
   @property
   def model(self) -> LoadedModel:
     """`model.apply(params, tokens_BT)` returns logits_BTV."""
-    return LoadedModel(self.config.model, self.trainer.model, self.trainer.sharder)
+    return LoadedModel(self.config.model, self.program.model, self.program.sharder)
 
   @property
   def rows(self) -> list[JsonObject]:
@@ -93,7 +93,9 @@ class Run:
   def evaluate(self, eval_steps: int = -1) -> dict[str, float]:
     """The result of `maxlite.evaluate` on `eval_steps` batches; -1: all."""
     num_batches = self._with(eval_steps=eval_steps).observe.eval_steps
-    losses, _ = evaluate_held_out(self.trainer, self.params, self.ema_params, num_batches)
+    losses, _ = evaluate_held_out(
+      self.config, self.program, self.params, self.ema_params, num_batches
+    )
     return losses
 
   def generate(self, prompts: Sequence[str], **keys: KeyValue) -> list[str]:
@@ -117,8 +119,7 @@ class Run:
     params = self.params
     if self.ema_params is not None:
       params = self.ema_params
-    trainer = dataclasses.replace(self.trainer, cfg=cfg)
-    return Completer(trainer, prompts).complete(params)
+    return Completer(cfg, self.program, prompts).complete(params)
 
   def train_on(self, batches: Iterable[Batch | ArrayLike]) -> tuple["Run", list[Row]]:
     """Train on given batches in memory: a step per batch, from a new state of the optimizer.
@@ -136,17 +137,18 @@ class Run:
     Raises:
       UserError: the run has phases, or a batch has another shape or unknown token ids.
     """
-    if phase_plan_of(self.trainer) is not None:
+    if self.program.spec.phases is not None:
       raise UserError("train_on(...) does not support phases: open a run without them")
     if isinstance(batches, Batch):  # its fields would be batches
       raise UserError("train_on(...) takes batches: write [batch]")
-    state = self.trainer.init_state(jax.tree.map(jnp.copy, self.params))
+    params = jax.tree.map(jnp.copy, self.params)
+    state = self.program.init(self.config.run.init_weights_seed, params)
+    trainer = open_trainer(self.config, self.program, state)
     rows: list[Row] = []
     for batch in batches:
-      placed = self.trainer.place(self._checked(batch))
-      inputs = self.trainer.with_extra_inputs(placed)
-      state, metrics = self.trainer.train_step(state, inputs)
-      state = self.trainer.confirm(state)
+      placed = self.program.place(self._checked(batch))
+      metrics = trainer.step(self.program.with_extra_inputs(placed))
+      state = trainer.state  # which makes the metrics final
       rows.append(step_row(len(rows) + 1, jax.device_get(metrics)))
     after = dataclasses.replace(
       self,
@@ -162,10 +164,10 @@ class Run:
     if not isinstance(batch, Batch):
       batch = Batch.of(batch)
     batch = checked_batch(batch, self.config.model.vocab_size)
-    if batch.tokens_BT.shape != self.trainer.batch_shape:
+    if batch.tokens_BT.shape != self.program.batch_shape:
       raise UserError(
         f"a batch has the shape {batch.tokens_BT.shape}, but the run trains on "
-        f"{self.trainer.batch_shape}: open it with per_device_batch_size and max_target_length "
+        f"{self.program.batch_shape}: open it with per_device_batch_size and max_target_length "
         "to match"
       )
     return batch
@@ -188,10 +190,10 @@ def train_config(cfg: Config, callbacks: Sequence[Callback] = ()) -> Run | dict[
       raise UserError("callbacks are not supported by ensembles: leave them out")
     train_members_of(cfg)
     return _open_run(run_folder(cfg), {}, cfg)
-  trainer, end = train_model(cfg, callbacks)
+  program, end = train_model(cfg, callbacks)
   return Run(
     config=cfg,
-    trainer=trainer,
+    program=program,
     step=end.step,
     params=end.state.params,
     ema_params=averaged_params(end.state),
@@ -242,5 +244,5 @@ def _open_solo_run(folder: RunFolder, overrides: Mapping[str, KeyValue], command
   check_saved(folder, cfg)
   given = CommandLine.split(to_arguments(overrides)).typed
   check_typed("maxlite.open_run", given, cfg, saved)
-  trainer, params, averages, step = open_weights(cfg)
-  return Run(cfg, trainer, step, params, averages)
+  program, params, averages, step = open_weights(cfg)
+  return Run(cfg, program, step, params, averages)

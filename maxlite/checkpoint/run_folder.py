@@ -1,15 +1,11 @@
 """The folder of a run: its files, its saved config, and its local copy if on an object store."""
 
 import fcntl
-import functools
 import json
 import os
 import re
 import secrets
-import shutil
 import socket
-import tempfile
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -31,28 +27,15 @@ from maxlite.storage.file_io import (
   read_regular,
   write_atomically,
 )
-from maxlite.storage.object_store import (
-  download,
-  filesystem,
-  is_remote,
-  join,
-  list_files,
-  list_names,
-  size_and_version,
-  store_errors,
-  to_path,
-  upload,
-)
+from maxlite.storage.mirror import LOCK, RunMirror, open_mirror
+from maxlite.storage.object_store import is_remote, join, to_path
 
 Changes: TypeAlias = dict[str, tuple[KeyValue, KeyValue]]  # {key: (value before, value now)}
-_LOCK = ".lock"
 RUN_ID = re.compile("[a-zA-Z0-9_ -]{1,64}")  # local checkpoints are in a folder of this name
 _MAX_LINE_BYTES = 4096  # of a file with one line
 _STEP = re.compile("0|[1-9][0-9]*")  # 00099 is not a step, nor are digits of other scripts
 _BEST = "best"  # stands for the best member of an ensemble
 _MAX_SHOWN_MEMBERS = 20  # in a message
-# Folders with many objects that no command reads from the copy of an object store.
-_NOT_COPIED = (_LOCK, "checkpoints", "checkpoints_damaged", "members", "profile", "tensorboard")
 
 
 class RunFolder:
@@ -86,7 +69,7 @@ class RunFolder:
     self._results = self.directory / "members.jsonl"  # only in an ensemble
     self.profile = self.directory / "profile"
     self._run_id = self.directory / "run_id"
-    self._lock = self.directory / _LOCK  # held by the process that trains, which it names
+    self._lock = self.directory / LOCK  # held by the process that trains, which it names
     self._locked: int | None = None  # file descriptor
 
   def member_names(self) -> list[str]:
@@ -377,85 +360,3 @@ def _only_data(name: str, before: KeyValue, now: KeyValue) -> bool:
   if name != "phases":
     return False
   return without_data(before) == without_data(now)
-
-
-@functools.cache
-def open_mirror(uri: str) -> "RunMirror":
-  """Open the copy that all of this process use; raise UserError if the store cannot be read."""
-  return RunMirror(uri.rstrip("/"))
-
-
-class RunMirror:
-  """The local copy of the run folder at `uri` on an object store, which ends with the process.
-
-  Metrics, plots and TensorBoard events are appended or drawn on local disk, and written back whole
-  before every checkpoint and at the end of a run. Checkpoints are written in place by Orbax.
-  """
-
-  def __init__(self, uri: str) -> None:
-    """Copy the files of the run; raise UserError if the store cannot be read."""
-    self.uri = uri
-    self._store = filesystem(uri)
-    self.directory = Path(tempfile.mkdtemp(prefix="maxlite_"))
-    weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-    # Size and time of modification of the local files that the store has too.
-    self._written: dict[Path, tuple[int, int | str]] = {}
-    self._token = ""  # content of the lock, while this process trains
-    for name, is_folder in list_names(uri).items():
-      if name in _NOT_COPIED:
-        continue
-      place = join(uri, name)
-      if is_folder:
-        for file in list_files(place):
-          self._download(str(file))
-      else:
-        self._download(place)
-
-  def _download(self, file: str) -> None:
-    """Copy an object of the run."""
-    local = self.directory / file.removeprefix(f"{self.uri}/")
-    download(file, local)
-    self._written[local] = size_and_version(local)
-
-  def member_names(self) -> list[str]:
-    """Return the names of the members of an ensemble."""
-    names = list_names(join(self.uri, "members"))
-    return [name for name, is_folder in names.items() if is_folder]
-
-  def lock(self) -> None:
-    """Declare this process the one that trains; an earlier one stops at its next `upload`.
-
-    Raises:
-      UserError: the store cannot be written.
-    """
-    holder = f"process {os.getpid()} on {socket.gethostname()}"
-    self._token = f"{holder}, {secrets.token_hex(8)}"
-    lock = join(self.uri, _LOCK)
-    with store_errors(self.uri):
-      self._store.pipe_file(lock, self._token.encode())
-
-  def upload(self) -> None:
-    """Write back the files that have changed, each atomically.
-
-    Raises:
-      UserError: another process has locked the run, or the store cannot be written.
-    """
-    holder = ""
-    if self._token:
-      with store_errors(self.uri):
-        content = self._store.cat_file(join(self.uri, _LOCK))
-        holder = content.decode()
-    if holder != self._token:
-      process, _, _ = holder.partition(",")
-      raise UserError(
-        f"{self.uri} has been taken over by {process}, which was started later: "
-        "this process stops, as two would overwrite each other"
-      )
-    for local in sorted(self.directory.rglob("*")):
-      if not local.is_file():
-        continue
-      size_and_time = size_and_version(local)
-      if self._written.get(local) != size_and_time:
-        name = local.relative_to(self.directory).as_posix()
-        upload([(local, join(self.uri, name))])
-        self._written[local] = size_and_time

@@ -1,43 +1,18 @@
 """Command-line arguments: config files, key=value, and absl flags generated from the schema."""
 
 import dataclasses
-import platform
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
-from maxlite import __version__
 from maxlite.config.argument_mistakes import check_arguments
 from maxlite.config.config_flags import take_config_flags
+from maxlite.config.help_text import define_flags
 from maxlite.config.python_files import PythonFile
-from maxlite.config.raw_values import show
-from maxlite.config.schema import KEYS, SECTIONS, SchemaKey
-from maxlite.config.values import Setting, domain, suggest
+from maxlite.config.schema import KEYS
+from maxlite.config.values import Setting, suggest
 from maxlite.errors import UserError
-
-USAGE = """\
-usage: python -m {program} [FILE.yml ...] [key=value ...] [--key=value ...]
-
-In any order. Later ones override earlier ones: defaults, base_config of the files, the files from
-left to right, the preset of model_name, key=value, --key=value. FILE.py, whose get_config() returns
-a ConfigDict of ml_collections, is run; --config=FILE --config.key=value has the form of its flags.
-"""
-_MORE = """
---version prints versions, --help=KEY one key, --help=all all keys, and --help=SECTION one of these:
-{sections}.
-"""
-# The sections that the help of a command lists.
-_OWN_SECTIONS = {
-  "train": ("run", "data", "optimizer", "training"),
-  "evaluate": ("run", "observe"),
-  "generate": ("run", "generate"),
-  "serve": ("run", "serve", "generate"),
-  "plan": ("plan", "mesh"),
-  "convert": ("convert",),
-  "tokenizer": ("tokenizer", "data"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +37,7 @@ class CommandLine:
       UserError: an argument is neither a config file, an assignment nor a flag with its value.
     """
     argv = check_arguments(argv)
-    defined = _define_flags(KEYS.values())
+    defined = define_flags(KEYS.values())
     try:
       others = defined(["", *argv], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
@@ -109,69 +84,3 @@ def without_files(argv: Sequence[str]) -> list[str]:
   line = CommandLine.split(argv)
   assignments = [f"{setting.name}={setting.raw}" for setting in line.assignments]
   return assignments + [f"--{setting.name}={setting.raw}" for setting in line.flags]
-
-
-def help_text(program: str, topic: str, usage: str = USAGE) -> str:
-  """Usage and keys with their doc, type, range and default, by section.
-
-  Args:
-    topic: a key, a section, `all`, `version`, or another text for the sections of the program.
-
-  Raises:
-    UserError: there is no such topic.
-  """
-  if topic in ("", "true"):
-    sections = _OWN_SECTIONS.get(program.removeprefix("maxlite."), _OWN_SECTIONS["train"])
-    own = [key for section in sections for key in SECTIONS[section]]
-    more = _MORE.format(sections=textwrap.fill(", ".join(SECTIONS), 98))
-    return usage.format(program=program) + _describe(own) + more
-  if topic == "version":
-    return _versions()
-  topics = {name: [key] for name, key in KEYS.items()}
-  topics |= SECTIONS
-  topics["all"] = list(KEYS.values())
-  if topic not in topics:
-    hint = suggest(topic, topics, "--help=all lists all keys")
-    raise UserError(f"command line: --help={topic} is not a key or section; {hint}")
-  return _describe(topics[topic])
-
-
-def _versions() -> str:
-  """The versions of maxlite, Python and the packages that decide what is computed."""
-  from importlib import metadata  # takes a tenth of the time of a command that fails
-
-  packages = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
-  lines = [f"maxlite {__version__}", f"Python {platform.python_version()}"]
-  lines += [f"{package} {metadata.version(package)}" for package in packages]
-  return "\n".join(lines) + "\n"
-
-
-def _describe(keys: Sequence[SchemaKey]) -> str:
-  titles = dict.fromkeys(_title(key) for key in keys)  # each once, in order
-  defined = _define_flags(keys)
-  return "\n".join(defined.module_help(title) for title in titles) + "\n"
-
-
-def _title(key: SchemaKey) -> str:
-  doc = (key.section.__doc__ or "").removesuffix(".")
-  return f"{key.section.__name__.removesuffix('Config')}: {doc}"
-
-
-def _define_flags(keys: Iterable[SchemaKey]) -> flags.FlagValues:
-  defined = flags.FlagValues()
-  defined.set_gnu_getopt(True)
-  # The base class of parsers keeps the text; values.parse converts it.
-  text: flags.ArgumentParser[str] = flags.ArgumentParser()
-  for key in keys:
-    flags.DEFINE(
-      text,
-      key.name,
-      default=None,
-      help=f"{key.field.doc} ({domain(key)}; default {show(key.default)})",
-      flag_values=defined,
-      module_name=_title(key),
-      boolean=key.type is bool,
-    )
-  flags.DEFINE_multi_string("config", None, "", flag_values=defined)
-  flags.DEFINE(text, "help", None, "", defined, boolean=True, short_name="h")
-  return defined

@@ -4,18 +4,22 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from maxlite.config.command_line import USAGE, CommandLine, help_text
+from maxlite.config.command_line import CommandLine
 from maxlite.config.config_field import KeyValue
-from maxlite.config.maxtext_answers import answer_key
+from maxlite.config.help_text import USAGE, help_text
+from maxlite.config.maxtext.answers import answer_key
+from maxlite.config.members import members_of
+from maxlite.config.mixture import check_mixture
+from maxlite.config.phases import check_phase_data, initial_phases_of
 from maxlite.config.plugins import import_plugins, refuse_code
 from maxlite.config.python_values import MODEL_NAME, mapping_settings, sets_all_keys
 from maxlite.config.raw_values import show
 from maxlite.config.read_keys import check_typed
+from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
 from maxlite.config.start_model import start_settings, with_start
-from maxlite.config.validation import validate
+from maxlite.config.tuning import check_tuning
 from maxlite.config.values import BASE_CONFIG, Setting, parse
 from maxlite.config.yaml_files import (
   EXECUTION_KEYS,
@@ -31,25 +35,6 @@ from maxlite.errors import UserError, exit_on_user_error, prepare_process, raise
 from maxlite.storage.object_store import is_remote, join, store_errors, to_path
 
 _MAX_SUGGESTIONS = 50  # a search for a similar key takes a millisecond
-# The layers that are read in folders of models.
-_START = "start model"
-_IMPORT = "imported model"
-_OF_FOLDERS = (_START, _IMPORT)
-_MAPPING = "config"  # the source of settings from `load_config(config=...)`
-
-
-class Layer(NamedTuple):
-  """Settings of one kind of source, in the order of writing."""
-
-  name: str
-  settings: Sequence[Setting]
-
-
-class _Files(NamedTuple):
-  """The settings of the files of a command, a list per file, from left to right."""
-
-  bases: list[list[Setting]]  # files of the base_config chains
-  own: list[list[Setting]]  # files that the command names, and the mapping of `load_config`
 
 
 def load_config(
@@ -74,10 +59,73 @@ def load_config(
     UserError: one line with the source, key, rule and fix.
   """
   line = CommandLine.split(argv)
-  resolved = _resolve(line, config, defaults, needs_data, names_only)
+  settings = read_settings(line, config, defaults, names_only=names_only)
+  _refuse_code_of_runs(settings)
+  plugins = import_plugins(settings)
+
+  values = dict(defaults)
+  sources: dict[str, str] = {}  # of the keys that are not at their defaults, for error messages
+  for setting in settings:
+    values[setting.name] = plugins if setting.name == "plugins" else parse(setting)
+    sources[setting.name] = setting.source
+  resolved: Config = build(Config, with_start(values))
+
+  validate(resolved, sources, needs_data=needs_data)
   if command:
     check_typed(command, line.typed, resolved)
   return resolved
+
+
+def validate(config: Config, sources: Mapping[str, str], *, needs_data: bool) -> None:
+  """Check everything that can be checked in a config without devices.
+
+  Args:
+    sources: where each key that is not at its default was set, for error messages.
+    needs_data: whether the files of dataset_path and eval_dataset_path must exist.
+
+  Raises:
+    UserError: the first mistake: one line with the keys, their values and sources, the rule and the
+      fix.
+  """
+  check_rules(config, sources, needs_data=needs_data)
+  check_mixture(config, needs_data=needs_data)
+  members_of(config)  # raises on their mistakes, as the functions below
+  check_tuning(config)
+  check_phase_data(config, needs_data=needs_data)
+  initial_phases_of(config)
+
+
+def read_settings(
+  line: CommandLine,
+  config: object,
+  defaults: Mapping[str, KeyValue],
+  *,
+  names_only: bool = False,
+) -> list[Setting]:
+  """All settings of a command, the weakest first: each overrides those before it.
+
+  Args: see `load_config`.
+
+  Raises:
+    UserError: a file cannot be read, or a setting is wrong; all wrong settings at once.
+  """
+  chains = [read_chain(file, "command line") for file in line.files]
+  if config is not None:
+    chains.append(with_bases(mapping_settings(config, "config"), Path()))
+  files = [file for chain in chains for file in chain[:-1]]  # bases, then the files themselves
+  files += [chain[-1] for chain in chains]
+  written = [setting for file in files for setting in file]
+  check_settings([*written, *line.typed])
+
+  preset = _chosen_preset(files, line.typed)
+  structure = [setting for setting in preset if setting.name not in EXECUTION_KEYS]
+  settings = [setting for setting in preset if setting.name in EXECUTION_KEYS]
+  settings += [*written, *structure]
+  if not names_only:
+    # The model to start from, and the model of an imported run that the command goes on with.
+    settings += start_settings([*written, *line.typed], defaults)
+    settings += _imported_model([*written, *preset, *line.typed], defaults)
+  return [*settings, *line.typed]
 
 
 def main_config(
@@ -96,86 +144,6 @@ def main_config(
       sys.stdout.write(help_text(program, line.help, usage))
       raise SystemExit(0)
     return load_config(argv, needs_data=needs_data, command=command)
-
-
-def _resolve(
-  line: CommandLine,
-  config: object,
-  defaults: Mapping[str, KeyValue],
-  needs_data: bool,
-  names_only: bool,
-) -> Config:
-  settings: list[Setting] = []
-  for layer in read_layers(line, config, defaults):
-    if names_only and layer.name in _OF_FOLDERS:
-      continue
-    settings.extend(layer.settings)
-  _refuse_code_of_runs(settings)
-  plugins = import_plugins(settings)
-  values = dict(defaults)
-  sources: dict[str, str] = {}
-  for setting in settings:
-    if setting.name == "plugins":
-      values[setting.name] = plugins
-    else:
-      values[setting.name] = parse(setting)
-    sources[setting.name] = setting.source
-  resolved: Config = build(Config, with_start(values))
-  validate(resolved, sources, needs_data=needs_data)
-  return resolved
-
-
-def read_layers(line: CommandLine, config: object, defaults: Mapping[str, KeyValue]) -> list[Layer]:
-  """The layers over the defaults, from the weakest: each overrides those before it.
-
-  Args:
-    config: see `load_config`.
-    defaults: typed values of all keys.
-
-  Raises:
-    UserError: a file cannot be read, or a setting is wrong; all wrong settings at once.
-  """
-  files = _read_files(line, config)
-  bases = _joined(files.bases)
-  own = _joined(files.own)
-  typed = line.typed
-  check_settings([*bases, *own, *typed])
-  preset = _chosen_preset([*files.bases, *files.own], typed)
-  execution = [setting for setting in preset if setting.name in EXECUTION_KEYS]
-  structure = [setting for setting in preset if setting.name not in EXECUTION_KEYS]
-  start = start_settings([*bases, *own, *typed], defaults)
-  imported = _imported_model([*bases, *own, *preset, *typed], defaults)
-  return [
-    Layer("how the preset is computed", execution),
-    Layer("base_config", bases),
-    Layer("file", own),
-    Layer("preset", structure),
-    Layer(_START, start),
-    Layer(_IMPORT, imported),
-    Layer("key=value", line.assignments),
-    Layer("--key=value", line.flags),
-  ]
-
-
-def _read_files(line: CommandLine, config: object) -> _Files:
-  """Read the files of a command line, and the mapping `config` if it is not None."""
-  chains = []
-  for file in line.files:
-    chains.append(read_chain(file, "command line"))
-  if config is not None:
-    chains.append(with_bases(mapping_settings(config, _MAPPING), Path()))
-  files = _Files([], [])
-  for chain in chains:
-    files.bases.extend(chain[:-1])
-    files.own.append(chain[-1])
-  return files
-
-
-def _joined(files: Sequence[Sequence[Setting]]) -> list[Setting]:
-  settings: list[Setting] = []
-  for file in files:
-    settings.extend(file)
-  return settings
 
 
 def _refuse_code_of_runs(settings: Sequence[Setting]) -> None:

@@ -9,36 +9,16 @@ from maxlite.config.phases import SOURCE_KEYS, initial_phases_of, phases_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import SHARED, check_rules
 from maxlite.config.rules.path_rules import is_folder_name
-from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
-from maxlite.config.schema import (
-  DEFAULTS,
-  Config,
-  EnsembleConfig,
-  ModelConfig,
-  OptimizerConfig,
-  TrainingConfig,
-  build,
-  flatten,
-)
-from maxlite.config.sweep import Point, require_few_members, sweep_points
+from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, build, entry_keys, flatten
+from maxlite.config.schema.entries import MemberEntry
+from maxlite.config.sweep import require_few_members, sweep_points
 from maxlite.config.values import Setting, parse
 from maxlite.config.yaml_files import EXECUTION_KEYS, read_preset
 from maxlite.errors import UserError, raise_all
 from maxlite.storage.object_store import join
 
 # Keys that a member may set; all others are shared.
-MEMBER_KEYS = {
-  *flatten(ModelConfig()),
-  *flatten(OptimizerConfig()),
-  *flatten(TrainingConfig()),
-  "phases",
-  "initial_phases",
-  "init_weights_seed",
-  "model_name",
-  "data_shuffle_seed",
-  "data_sampling",
-}
-MEMBER_KEYS -= {"vocab_size", "pbt_hyperparameters", *TEACHER_KEYS, *PREFERENCE_KEYS}
+MEMBER_KEYS = entry_keys(MemberEntry).keys() - {"name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +50,33 @@ def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
   raws = _raw_members(cfg.ensemble)
   _check_settings(raws)
   members = tuple(_member(cfg, index, raw) for index, raw in enumerate(raws))
-  _require_unique_names(raws)
-  _require_unique_overrides(members, raws)
+  _require_different(members, raws)
   return members
 
 
 def _raw_members(ensemble: EnsembleConfig) -> list[_RawMember]:
+  """The entries of `members`, once per point of the sweep, or the points alone; all with names."""
   points = sweep_points(ensemble.sweep)
   require_few_members(len(ensemble.members) * max(len(points), 1), "members")
   raws: list[_RawMember] = []
   for index, entry in enumerate(ensemble.members):
-    raws.extend(_combine(index, entry, points))
+    source = entry.located(f"members[{index}]")
+    name = _name(entry, source)
+    own = [Setting(key, raw, source) for key, raw in entry.items() if key != "name"]
+    for number, point in enumerate(points or [()]):
+      for setting in point:
+        if setting.name in entry:
+          raise setting.error(f"is also set by {source}; remove one of the two")
+      full_name = name
+      if name and points:
+        full_name = _numbered(f"{name}_", number, len(points))
+      raws.append(_RawMember(full_name, source, (*own, *point)))
   if not ensemble.members:
     raws = [_RawMember("", point[0].source, point) for point in points]
-  named = []
   for index, raw in enumerate(raws):
-    name = raw.name or _numbered("m", index, len(raws))
-    named.append(raw._replace(name=name))
-  return named
+    if not raw.name:
+      raws[index] = raw._replace(name=_numbered("m", index, len(raws)))
+  return raws
 
 
 def _check_settings(raws: Sequence[_RawMember]) -> None:
@@ -103,23 +92,6 @@ def _check_settings(raws: Sequence[_RawMember]) -> None:
       except UserError as error:
         errors.setdefault(place, error)
   raise_all(list(errors.values()))
-
-
-def _combine(index: int, entry: FrozenMapping, points: Sequence[Point]) -> list[_RawMember]:
-  """An entry of `members`, once per point of the sweep; the name is empty if none is given."""
-  source = entry.located(f"members[{index}]")
-  name = _name(entry, source)
-  own = tuple(Setting(key, raw, source) for key, raw in entry.items() if key != "name")
-  if not points:
-    return [_RawMember(name, source, own)]
-  members = []
-  for number, point in enumerate(points):
-    for setting in point:
-      if setting.name in entry:
-        raise setting.error(f"is also set by {source}; remove one of the two")
-    full_name = _numbered(f"{name}_", number, len(points)) if name else ""
-    members.append(_RawMember(full_name, source, (*own, *point)))
-  return members
 
 
 def _name(entry: FrozenMapping, source: str) -> str:
@@ -190,17 +162,15 @@ def _own_run(cfg: Config, index: int, name: str) -> dict[str, KeyValue]:
   return values
 
 
-def _require_unique_names(raws: Sequence[_RawMember]) -> None:
+def _require_different(members: Sequence[MemberConfig], raws: Sequence[_RawMember]) -> None:
+  """Raise UserError if two members have one name, or the same keys."""
   by_name: dict[str, _RawMember] = {}
+  by_overrides: dict[frozenset[tuple[str, KeyValue]], _RawMember] = {}
   for raw in raws:
     if raw.name in by_name:
       other = by_name[raw.name].source
       raise raw.error(f"name={raw.name} is also that of {other}; rename one of the two")
     by_name[raw.name] = raw
-
-
-def _require_unique_overrides(members: Sequence[MemberConfig], raws: Sequence[_RawMember]) -> None:
-  by_overrides: dict[frozenset[tuple[str, KeyValue]], _RawMember] = {}
   for member, raw in zip(members, raws, strict=True):
     overrides = frozenset(member.overrides.items())
     if overrides in by_overrides:

@@ -2,31 +2,17 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from maxlite.config.config_field import ConfigField, KeyValue
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import check_rules
-from maxlite.config.schema import DEFAULTS, KEYS, Config, DataConfig
-from maxlite.config.values import Setting, parse_entry, suggest
+from maxlite.config.schema import DEFAULTS, Config, DataConfig, entry_keys
+from maxlite.config.schema.entries import MixtureEntry
+from maxlite.config.values import parse_entry
 from maxlite.errors import UserError
 from maxlite.registry import SOURCES
 
-# Key of an entry -> key of the schema; only in the first entry of a source.
-_DATA_KEYS = {
-  "path": "dataset_path",
-  "type": "dataset_type",
-  "text_column": "text_column",
-  "eval_path": "eval_dataset_path",
-}
-# Type and range of all keys of an entry.
-_KEYS: dict[str, tuple[object, ConfigField]] = {
-  "name": (str, ConfigField("")),
-  **{name: (KEYS[key].type, KEYS[key].field) for name, key in _DATA_KEYS.items()},
-  "weight": (float, ConfigField("", low=0)),
-  "from_step": (int, ConfigField("", low=0)),
-  "max_epochs": (float, ConfigField("", low=1e-3)),
-}
 _WEIGHT_KEYS = ("name", "weight", "from_step")  # the keys of the later entries of a source
 _NAME = re.compile(r"\w[\w.-]*")
 _FORM = "write {name: NAME, path: [FILES], weight: 1}"
@@ -57,11 +43,16 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
   """
   if not data.dataset_mixture:
     return (MixtureSource("data", data, ((0, 1.0),), None),)
-  entries: dict[str, list[_Entry]] = {}
+  written: dict[str, list[_Written]] = {}
   for n, raw in enumerate(data.dataset_mixture):
-    entry = _parse(raw, raw.located(f"dataset_mixture[{n}]"))
-    entries.setdefault(entry.name, []).append(entry)
-  sources = tuple(_source(data, same) for same in entries.values())
+    source = raw.located(f"dataset_mixture[{n}]")
+    name = raw.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+      raise UserError(f"{source}: has no name of letters, digits, '.', '_' and '-'; {_FORM}")
+    of_source = dataclasses.replace(data, dataset_mixture=())
+    entry = parse_entry(MixtureEntry, raw, f"{source}: {name}", data=of_source)
+    written.setdefault(name, []).append(_Written(entry, raw, source))
+  sources = tuple(_source(entries) for entries in written.values())
   _require_weights(sources)
   return sources
 
@@ -76,81 +67,52 @@ def check_mixture(cfg: Config, *, needs_data: bool) -> None:
   """Apply the rules on data to every source of `cfg.data`; raise UserError if one is broken."""
   if not cfg.data.dataset_mixture:
     return
+  names = {}
+  for name, key in entry_keys(MixtureEntry).items():
+    if key.overrides:
+      names[key.overrides] = name
   for source in mixture_of(cfg.data):
     own = dataclasses.replace(cfg, data=source.data)
-    try:
-      check_rules(own, dict.fromkeys(DEFAULTS, source.name), needs_data=needs_data)
-    except UserError as error:
-      text = str(error)
-      for name, key in _DATA_KEYS.items():  # what the user writes
-        text = re.sub(rf"\b{key}\b", name, text)
-      raise UserError(f"dataset_mixture: {text}") from None
+    place = dict.fromkeys(DEFAULTS, f"dataset_mixture: {source.name}")
+    check_rules(own, place, needs_data=needs_data, names=names)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-  """A parsed entry of `dataset_mixture`."""
+class _Written(NamedTuple):
+  """An entry of `dataset_mixture`, as it was parsed and as it was written."""
 
-  name: str
-  values: Mapping[str, KeyValue]
-  source: str  # where the entry is written, for error messages
+  entry: MixtureEntry
+  raw: FrozenMapping
+  source: str
 
   def error(self, violation: str) -> UserError:
-    return UserError(f"{self.source}: {violation}")
+    return UserError(f"{self.source}: {self.entry.name} {violation}")
 
 
-def _parse(raw: FrozenMapping, source: str) -> _Entry:
-  name = raw.get("name")
-  if not isinstance(name, str) or not _NAME.fullmatch(name):
-    raise UserError(f"{source}: has no name of letters, digits, '.', '_' and '-'; {_FORM}")
-  for key in raw:
-    if key not in _KEYS:
-      unknown = Setting(key, raw[key], f"{source}: {name}")
-      raise unknown.error(f"is not a key of a source; {suggest(key, _KEYS)}")
-  if "weight" not in raw:
-    raise UserError(f"{source}: {name} has no weight; {_FORM}")
-  values = {"from_step": 0, **parse_entry(raw, _KEYS, f"{source}: {name}")}
-  return _Entry(name, values, source)
-
-
-def _source(data: DataConfig, entries: Sequence[_Entry]) -> MixtureSource:
+def _source(entries: Sequence[_Written]) -> MixtureSource:
   """The source that `entries` of one name describe, the first of which has its data."""
   first = entries[0]
-  for entry in entries[1:]:
-    others = [key for key in entry.values if key not in _WEIGHT_KEYS]
+  for other in entries[1:]:
+    others = [key for key in other.raw if key not in _WEIGHT_KEYS]
     if others:
-      raise entry.error(
-        f"{entry.name} is already at {first.source}; write {others[0]} there, and here name, "
-        "weight and from_step"
+      raise other.error(
+        f"is already at {first.source}; write {others[0]} there, and here name, weight and "
+        "from_step"
       )
-  if "path" not in first.values:
-    raise first.error(f"{first.name} has no path; {_FORM}")
-  weights = {entry.values["from_step"]: entry.values["weight"] for entry in entries}
+  if "path" not in first.raw:
+    raise first.error(f"has no path; {_FORM}")
+  weights = {each.entry.from_step: each.entry.weight for each in entries}
   if len(weights) < len(entries):
-    raise entries[-1].error(f"{first.name} has two weights from one step; write another from_step")
-  return MixtureSource(
-    first.name,
-    _data_of(data, first),
-    tuple(sorted(weights.items())),
-    first.values.get("max_epochs"),
-  )
-
-
-def _data_of(data: DataConfig, first: _Entry) -> DataConfig:
-  """The config of the data that only the source of this entry reads."""
-  values: dict[str, KeyValue] = {"dataset_mixture": ()}
-  for name, key in _DATA_KEYS.items():
-    if name in first.values:
-      values[key] = first.values[name]
-  data = dataclasses.replace(data, **values)
+    raise entries[-1].error("has two weights from one step; write another from_step")
+  data = first.entry.data
   source = SOURCES.entry(data.dataset_type)
   if source.is_synthetic:
-    raise first.error(
-      f"{first.name} has type={data.dataset_type}, which has no files; write type=text"
-    )
+    raise first.error(f"has type={data.dataset_type}, which has no files; write type=text")
   if not source.has_conversations:
+    if "columns" in first.raw:
+      raise first.error(f"has columns, which type={data.dataset_type} does not read; remove them")
     data = dataclasses.replace(data, packing=True)
-  return data
+  name, max_epochs = first.entry.name, first.entry.max_epochs
+  return MixtureSource(name, data, tuple(sorted(weights.items())), max_epochs)
 
 
 def _require_weights(sources: Sequence[MixtureSource]) -> None:

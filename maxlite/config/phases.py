@@ -2,87 +2,19 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from maxlite.config.config_field import ConfigField, KeyValue
+from maxlite.config.config_field import ConfigField
 from maxlite.config.mixture import check_mixture, has_pairs, mixture_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import check_rules
-from maxlite.config.rules.data_rules import SCHEDULE_KEYS
-from maxlite.config.schema import (
-  DEFAULTS,
-  KEYS,
-  Config,
-  DataConfig,
-  ModelConfig,
-  OptimizerConfig,
-  TrainingConfig,
-  flatten,
-)
-from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
+from maxlite.config.schema import DEFAULTS, Config, DataConfig, PhaseConfig
+from maxlite.config.schema.entries import DATA_KEYS
+from maxlite.config.values import Setting, parse_as, parse_entry, suggest
 from maxlite.errors import UserError
-from maxlite.registry import DRAFT_LOSSES, LOSSES, PREFERENCE_LOSSES, SOURCES
+from maxlite.registry import DRAFT_LOSSES, PREFERENCE_LOSSES, SOURCES
 
-# Keys of data, or their beginnings, that apply to the whole run.
-_RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
-DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
-SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column")
-_OPTIMIZER_KEYS = tuple(key for key in flatten(OptimizerConfig()) if key != "pbt_hyperparameters")
-_SCHEMA_KEYS = (*_OPTIMIZER_KEYS, "gradient_accumulation_steps", *DATA_KEYS)
-_PHASE_KEYS = (
-  "name",
-  "train",
-  "loss",
-  "steps",
-  "until",
-  "repeat_batch",
-  "share_optimizer_state",
-)
-# The key `opt_type` of the schema is called `optimizer` in a phase.
-_OPT_TYPE = "opt_type"
-_OPTIMIZER = "optimizer"
-_KEYS = (*_PHASE_KEYS, _OPTIMIZER, *(key for key in _SCHEMA_KEYS if key != _OPT_TYPE))
-# The keys that every phase has, with examples of their values.
-_EXAMPLES = {"name": "fit", "train": '["layers/.*"]'}
-_COUNT = ConfigField("", low=1)
-_ANY_NUMBER = ConfigField("")
-# Type and range of the keys of `until`.
-_UNTIL_KEYS: dict[str, tuple[type, ConfigField]] = {
-  "metric": (str, ConfigField("")),
-  "max_steps": (int, _COUNT),
-  "patience": (int, _COUNT),
-  "min_delta": (float, _ANY_NUMBER),
-  "below": (float, _ANY_NUMBER),
-  "above": (float, _ANY_NUMBER),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class UntilConfig:
-  """The end of a phase by a metric: `patience` steps without a decrease, or a threshold."""
-
-  metric: str
-  max_steps: int
-  patience: int | None = None
-  min_delta: float = 0.0
-  below: float | None = None
-  above: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PhaseConfig:
-  """One phase; `steps` or `until` is set unless it is an initial phase only."""
-
-  name: str
-  train: tuple[str, ...]  # regexes of whole parameter paths
-  loss: str
-  steps: int | None
-  until: UntilConfig | None
-  optimizer: OptimizerConfig
-  training: TrainingConfig
-  data: DataConfig  # phases with equal data share one stream of batches
-  repeat_batch: int = 1  # updates on each batch
-  share_optimizer_state: str | None = None  # the phase whose optimizer state this one updates
+SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column", "data_columns")
 
 
 def phases_of(cfg: Config) -> tuple[PhaseConfig, ...]:
@@ -134,8 +66,10 @@ def _check_shared_phase(phase: PhaseConfig, phases: tuple[PhaseConfig, ...], sou
 
 def initial_phases_of(cfg: Config) -> dict[str, int]:
   """{phase: steps} of the phases that run before the alternation."""
-  raws = cfg.phasing.initial_phases
-  return parse_entry(raws, dict.fromkeys(raws, (int, _COUNT)), "initial_phases")
+  steps = {}
+  for name, raw in cfg.phasing.initial_phases.items():
+    steps[name] = parse_as(Setting(name, raw, "initial_phases"), int, ConfigField("", low=1))
+  return steps
 
 
 def reads_same_documents(run: DataConfig, phase: DataConfig) -> bool:
@@ -205,127 +139,77 @@ def _source(cfg: Config, n: int) -> str:
 
 def _phase(cfg: Config, n: int, raw: FrozenMapping) -> PhaseConfig:
   source = _source(cfg, n)
-  _require_phase_keys(raw, source, cfg.phasing.initial_phases)
-  settings: dict[str, Setting] = {}
-  own: dict[str, KeyValue] = {}  # typed values of the keys of the schema
-  for key, value in raw.items():
-    name = _OPT_TYPE if key == _OPTIMIZER else key
-    settings[name] = Setting(name, value, source)
-    if name in _SCHEMA_KEYS:
-      own[name] = parse(settings[name])
-  loss = cfg.training.loss_type
-  if "loss" in settings:
-    loss = _loss(settings["loss"], cfg.model)
-  until = None
-  if "until" in settings:
-    until = _until(settings["until"])
-  return PhaseConfig(
-    name=parse_as(settings["name"], str),
-    train=_regexes(settings["train"]),
-    loss=loss,
-    steps=_optional(settings, "steps", int, _COUNT, None),
-    until=until,
-    optimizer=dataclasses.replace(cfg.optimizer, **_part(own, cfg.optimizer)),
-    training=dataclasses.replace(cfg.training, **_part(own, cfg.training)),
-    data=_data(cfg.data, _part(own, cfg.data)),
-    repeat_batch=_optional(settings, "repeat_batch", int, _COUNT, 1),
-    share_optimizer_state=_optional(settings, "share_optimizer_state", str, ConfigField(""), None),
+  written = dict(raw)
+  if isinstance(raw.get("train"), str):
+    written["train"] = (raw["train"],)
+  data = cfg.data
+  if "per_device_batch_size" in raw:  # overrides the run's global_batch_size
+    data = dataclasses.replace(data, global_batch_size=0)
+  phase = parse_entry(
+    PhaseConfig,
+    FrozenMapping(written.items()),
+    source,
+    optimizer=cfg.optimizer,
+    training=cfg.training,
+    data=data,
+  )
+  _require_length(cfg, raw, source)
+  _require_regexes(Setting("train", raw["train"], source), phase.train)
+  if phase.loss in DRAFT_LOSSES and not cfg.model.num_draft_heads:
+    loss = Setting("loss", phase.loss, source)
+    raise loss.error("is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3")
+  return dataclasses.replace(
+    phase,
+    loss=phase.loss or cfg.training.loss_type,
+    data=_data(cfg.data, phase.data),
   )
 
 
-def _optional(
-  settings: Mapping[str, Setting], name: str, kind: type, field: ConfigField, default: KeyValue
-) -> KeyValue:
-  """The typed value of a key of a phase, or `default` if the phase does not set it."""
-  if name not in settings:
-    return default
-  return parse_as(settings[name], kind, field)
-
-
-def _part(
-  values: Mapping[str, KeyValue], section: OptimizerConfig | TrainingConfig | DataConfig
-) -> dict[str, KeyValue]:
-  """Those of `values` that are keys of a section."""
-  return {key: values[key] for key in flatten(section) if key in values}
-
-
-def _require_phase_keys(
-  raw: FrozenMapping, source: str, initial_phases: Mapping[str, object]
-) -> None:
-  """Raise UserError if a key does not belong to phases, or a required one is missing."""
-  for key, value in raw.items():
-    if key not in _KEYS:
-      raise _unknown_key(Setting(key, value, source))
-  for key, example in _EXAMPLES.items():
-    if key not in raw:
-      raise UserError(f"{source}: has no {key}; write {key}: {example}")
+def _require_length(cfg: Config, raw: FrozenMapping, source: str) -> None:
+  """Raise UserError unless a phase has steps or a complete `until`, or is an initial phase."""
   if "steps" in raw and "until" in raw:
     raise UserError(f"{source}: needs either steps or until; write steps: 20")
-  is_initial = str(raw["name"]) in initial_phases
-  if "steps" not in raw and "until" not in raw and not is_initial:
+  if "until" in raw:
+    _require_condition(Setting("until", raw["until"], source))
+    return
+  name = raw["name"]
+  if "steps" not in raw and name not in cfg.phasing.initial_phases:
     raise UserError(
       f"{source}: needs either steps or until; write steps: 20, or, for a phase that runs only at "
-      f"the start, initial_phases={{{raw['name']}: 20}}"
+      f"the start, initial_phases={{{name}: 20}}"
     )
 
 
-def _unknown_key(setting: Setting) -> UserError:
-  key = setting.name
-  if key == _OPT_TYPE:
-    key = _OPTIMIZER
-  elif key in KEYS:
-    return setting.error("applies to the whole run; write it once, outside of phases")
-  hint = suggest(key, _KEYS, f"a phase has {', '.join(_PHASE_KEYS)}")
-  return setting.error(f"is not a phase key; {hint}")
+def _require_condition(setting: Setting) -> None:
+  """Raise UserError unless `until` has its metric, its limit and one condition."""
+  assert isinstance(setting.raw, FrozenMapping)
+  keys = set(setting.raw)
+  form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
+  if not {"metric", "max_steps"} <= keys:
+    raise setting.error(f"is not a complete condition; {form}")
+  if len({"patience", "below", "above"} & keys) != 1:
+    raise setting.error(f"is not a condition; {form}")
 
 
-def _data(run: DataConfig, own: dict[str, KeyValue]) -> DataConfig:
-  """The data of a phase that sets the keys `own`.
-
-  Evaluation uses the run's data. If the run holds out documents by a hash of their content, a phase
-  with other documents holds out the same ones, so no phase trains on evaluation data.
-  """
-  if "per_device_batch_size" in own:  # overrides the run's global_batch_size
-    own = {"global_batch_size": 0, **own}
-  data = dataclasses.replace(run, **own)
-  if reads_same_documents(run, data):
-    return data
-  fraction = 0.0
-  if run.eval_split == "documents" and not run.eval_dataset_path:
-    fraction = run.eval_fraction
-  return dataclasses.replace(data, eval_dataset_path=(), eval_fraction=fraction)
-
-
-def _regexes(setting: Setting) -> tuple[str, ...]:
-  """The regexes of `train`, which is one or a list."""
-  if isinstance(setting.raw, str):
-    regexes: tuple[str, ...] = (setting.raw,)
-  else:
-    regexes = parse_as(setting, tuple[str, ...])
+def _require_regexes(setting: Setting, regexes: Sequence[str]) -> None:
   if not regexes:
-    raise setting.error(f"is not a list of regexes; write train: {_EXAMPLES['train']}")
+    raise setting.error('is not a list of regexes; write train: ["layers/.*"]')
   for regex in regexes:
     try:
       re.compile(regex)
     except re.error as error:
       raise setting.error(f"contains {regex!r}, which is not a regex: {error}") from None
-  return regexes
 
 
-def _loss(setting: Setting, model: ModelConfig) -> str:
-  loss: str = parse_as(setting, str, ConfigField("", choices=LOSSES))
-  if loss in DRAFT_LOSSES and not model.num_draft_heads:
-    raise setting.error("is a loss of draft heads, and num_draft_heads=0; write num_draft_heads=3")
-  return loss
+def _data(run: DataConfig, phase: DataConfig) -> DataConfig:
+  """The data of a phase, without evaluation, which uses the run's data.
 
-
-def _until(setting: Setting) -> UntilConfig:
-  raw = setting.raw
-  form = "write until: {metric: loss, max_steps: 100, patience: 5}, or below: or above: a value"
-  if not isinstance(raw, FrozenMapping) or not {"metric", "max_steps"} <= set(raw):
-    raise setting.error(f"is not a complete condition; {form}")
-  has_unknown_key = bool(set(raw) - set(_UNTIL_KEYS))
-  conditions = {"patience", "below", "above"} & set(raw)
-  if has_unknown_key or len(conditions) != 1:
-    raise setting.error(f"is not a condition; {form}")
-  return UntilConfig(**parse_entry(raw, _UNTIL_KEYS, setting.source))
+  If the run holds out documents by a hash of their content, a phase with other documents holds out
+  the same ones, so no phase trains on evaluation data.
+  """
+  if reads_same_documents(run, phase):
+    return phase
+  fraction = 0.0
+  if run.eval_split == "documents" and not run.eval_dataset_path:
+    fraction = run.eval_fraction
+  return dataclasses.replace(phase, eval_dataset_path=(), eval_fraction=fraction)

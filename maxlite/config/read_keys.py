@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from maxlite.config.config_field import KeyValue
 from maxlite.config.members import members_of
+from maxlite.config.mixture import mixture_of
 from maxlite.config.model_function import unused_keys
 from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
@@ -122,6 +123,13 @@ def _has_text_column(cfg: Config) -> bool:
   return bool(cfg.data.dataset_mixture) or SOURCES.entry(cfg.data.dataset_type).has_text_column
 
 
+def _has_conversations(cfg: Config) -> bool:
+  sources = mixture_of(cfg.data) + tuple(
+    source for phase in phases_of(cfg) for source in mixture_of(phase.data)
+  )
+  return any(SOURCES.entry(source.data.dataset_type).has_conversations for source in sources)
+
+
 _CONDITIONS = (
   _Condition(["adam_b1"], _uses_optimizer("adam_b1"), "write opt_type=adamw"),
   _Condition(["adam_b2"], _uses_optimizer("adam_b2"), "write opt_type=adamw"),
@@ -174,6 +182,9 @@ _CONDITIONS = (
     ["skip_first_n_steps_for_profiler", "profiler_steps"],
     lambda cfg: bool(cfg.observe.profiler),
     "write profiler=xplane",
+  ),
+  _Condition(
+    ["data_columns"], _has_conversations, "write dataset_type=chat or dataset_type=preference"
   ),
   _Condition(["text_column"], _has_text_column, "write dataset_type=jsonl, parquet or arrow"),
   _Condition(

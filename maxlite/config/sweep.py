@@ -3,15 +3,14 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from maxlite.config.config_field import ConfigField
 from maxlite.config.raw_values import FrozenMapping, Raw
-from maxlite.config.values import Setting, find_key, parse, parse_as
+from maxlite.config.schema.entries import MAX_MEMBERS, SweepEntry
+from maxlite.config.values import Setting, find_key, parse, parse_entry
 from maxlite.errors import UserError
 
 Point = tuple[Setting, ...]  # what one member of the sweep sets
-MAX_MEMBERS = 4096
 _FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
 _RULES = "{log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}"
 _MAX_DRAWS = 100  # per member, before the rules count as having no further points
@@ -32,31 +31,31 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   if set(sweep) not in _FORMS:
     fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
     raise UserError(f"{source}: has {', '.join(sweep)}, not a complete grid or draw; {fix}")
+  parsed = parse_entry(SweepEntry, sweep, source)
   if "grid" in sweep:
-    return _grid(_keys(sweep, "grid"), source)
-  keys = _keys(sweep, "draw")
+    values = [_values(key) for key in _keys(parsed.grid, "grid", sweep)]
+    require_few_members(math.prod(len(of_key) for of_key in values), source)
+    return list(itertools.product(*values))
+  draws = [_draws(key, parsed.seed) for key in _keys(parsed.draw, "draw", sweep)]
+  points: dict[Point, None] = {}
+  for point in itertools.islice(zip(*draws, strict=True), _MAX_DRAWS * parsed.num_members):
+    points[point] = None
+    if len(points) == parsed.num_members:
+      return list(points)
   num_members = Setting("num_members", sweep["num_members"], source)
-  seed = parse_as(Setting("seed", sweep.get("seed", "0"), source), int, ConfigField("", low=0))
-  draws = [_draws(key, seed) for key in keys]
-  return _distinct(zip(*draws, strict=True), num_members)
+  raise num_members.error(f"is more than the distinct points; write num_members: {len(points)}")
 
 
-def _keys(sweep: FrozenMapping, kind: str) -> list[Setting]:
-  """The keys under `grid` or `draw`, each with its values or its rule."""
-  whole = Setting(kind, sweep[kind], sweep.located("sweep"))
-  if not isinstance(whole.raw, FrozenMapping) or not whole.raw:
+def _keys(written: FrozenMapping, kind: str, sweep: FrozenMapping) -> list[Setting]:
+  """The keys under `grid` or `draw` of a sweep, each with its values or its rule."""
+  if not written:
+    whole = Setting(kind, written, sweep.located("sweep"))
     raise whole.error(f"has no keys; write {kind}: {{key: ...}}")
   source = sweep.located(f"sweep.{kind}")
-  keys = [Setting(key, raw, source) for key, raw in whole.raw.items()]
+  keys = [Setting(key, raw, source) for key, raw in written.items()]
   for key in keys:
     find_key(key)
   return keys
-
-
-def _grid(keys: Iterable[Setting], source: str) -> list[Point]:
-  values = [_values(key) for key in keys]
-  require_few_members(math.prod(len(of_key) for of_key in values), source)
-  return list(itertools.product(*values))
 
 
 def require_few_members(count: int, source: str) -> None:
@@ -70,17 +69,6 @@ def _values(setting: Setting) -> list[Setting]:
   if not isinstance(setting.raw, tuple) or not setting.raw:
     raise setting.error(f"is not a list of values; write {setting.name}: [value, value]")
   return [Setting(setting.name, value, setting.source) for value in setting.raw]
-
-
-def _distinct(draws: Iterable[Point], num_members: Setting) -> list[Point]:
-  """The first `num_members` distinct points."""
-  count = parse_as(num_members, int, ConfigField("", low=1, high=MAX_MEMBERS))
-  points: dict[Point, None] = {}
-  for point in itertools.islice(draws, _MAX_DRAWS * count):
-    points[point] = None
-    if len(points) == count:
-      return list(points)
-  raise num_members.error(f"is more than the distinct points; write num_members: {len(points)}")
 
 
 def _draws(setting: Setting, seed: int) -> Iterator[Setting]:

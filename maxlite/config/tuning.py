@@ -12,21 +12,13 @@ from typing import NamedTuple
 from maxlite.config.config_field import ConfigField
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.raw_values import FrozenMapping, Raw
-from maxlite.config.schema import Config, OptimizerConfig
-from maxlite.config.sweep import MAX_MEMBERS, draw_rule, require_few_members
+from maxlite.config.schema import Config, OptimizerConfig, entry_keys
+from maxlite.config.schema.entries import SearchEntry
+from maxlite.config.sweep import draw_rule, require_few_members
 from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
 from maxlite.errors import UserError
 from maxlite.registry import OPTIMIZERS, SAMPLERS
 
-_COUNT = (int, ConfigField("", low=1, high=MAX_MEMBERS))
-# Type and range of the keys of `search`, except its space.
-_NUMBERS = {
-  "sampler": (str, ConfigField("", choices=SAMPLERS)),
-  "rounds": _COUNT,
-  "num_members": _COUNT,
-  "seed": (int, ConfigField("", low=0)),
-}
-_REQUIRED = {"sampler", "rounds", "num_members", "space"}
 _EXAMPLE = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
 
 
@@ -51,17 +43,16 @@ class Search(NamedTuple):
 def search_of(raw: FrozenMapping) -> Search:
   """Parse the key; raise UserError if an entry is missing or unknown, or a value is wrong."""
   source = raw.located("search")
-  space = raw.get("space")
-  is_complete = set(raw) in (_REQUIRED, {*_REQUIRED, "seed"})
-  if not is_complete or not isinstance(space, FrozenMapping):
+  required = {name for name, key in entry_keys(SearchEntry).items() if key.field.required}
+  if not required <= set(raw) <= entry_keys(SearchEntry).keys():
     raise UserError(f"{source}: has {', '.join(raw)}; write {_EXAMPLE}")
-  numbers = FrozenMapping((key, value) for key, value in raw.items() if key != "space")
-  values = {"seed": 0, **parse_entry(numbers, _NUMBERS, source)}
-  require_few_members(values["rounds"] * values["num_members"], source)
-  if not space:
-    raise Setting("space", space, source).error(f"has no keys; write {_EXAMPLE}")
-  dimensions = [_dimension(Setting(key, rule, f"{source}.space")) for key, rule in space.items()]
-  return Search(**values, space=tuple(dimensions))
+  search = parse_entry(SearchEntry, raw, source)
+  require_few_members(search.rounds * search.num_members, source)
+  if not search.space:
+    raise Setting("space", search.space, source).error(f"has no keys; write {_EXAMPLE}")
+  place = f"{source}.space"
+  space = tuple(_dimension(Setting(key, rule, place)) for key, rule in search.space.items())
+  return Search(search.sampler, search.rounds, search.num_members, search.seed, space)
 
 
 def _dimension(setting: Setting) -> Dimension:

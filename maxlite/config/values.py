@@ -13,9 +13,16 @@ from typing import get_args
 
 import yaml
 
-from maxlite.config.config_field import ConfigField, KeyValue
-from maxlite.config.maxtext_answers import NO_KEYS, answer_key, answer_value
-from maxlite.config.maxtext_keys import OTHER_NAME
+from maxlite.config.config_field import (
+  ConfigField,
+  KeyValue,
+  Section,
+  SectionClass,
+  SectionT,
+  entry_keys,
+  is_section,
+)
+from maxlite.config.maxtext.answers import NO_KEYS, answer_key, answer_value, maxtext_keys
 from maxlite.config.raw_values import (
   FrozenMapping,
   Raw,
@@ -25,7 +32,7 @@ from maxlite.config.raw_values import (
   from_yaml,
   show,
 )
-from maxlite.config.schema import KEYS, AxisRules, SchemaKey
+from maxlite.config.schema import ENTRIES, KEYS, AxisRules, SchemaKey, flatten
 from maxlite.errors import UserError
 
 EPOCH_KEYS = ("epoch", "epochs", "num_epoch", "num_epochs", "num_train_epochs")
@@ -123,14 +130,56 @@ def parse_as(
 
 
 def parse_entry(
-  raw: FrozenMapping, kinds: Mapping[str, tuple[object, ConfigField]], source: str
-) -> dict[str, KeyValue]:
-  """`parse_as` of the values of a mapping, whose keys have type and range in `kinds`."""
-  values = {}
-  for key, value in raw.items():
-    kind, field = kinds[key]
-    values[key] = parse_as(Setting(key, value, source), kind, field)
-  return values
+  entry: type[SectionT], raw: FrozenMapping, source: str, **sections: Section
+) -> SectionT:
+  """The record of a mapping that the user wrote.
+
+  Args:
+    entry: declares the keys: `schema/entries.py` has all.
+    source: where the mapping is, for error messages.
+    sections: of the run, by the field of the record in which the mapping may override their keys.
+
+  Raises:
+    UserError: a key is unknown or missing, or its value is wrong.
+  """
+  known = entry_keys(entry)
+  values: dict[str, KeyValue] = {}
+  for name, value in raw.items():
+    setting = Setting(name, value, source)
+    if name not in known:
+      raise _not_of_entry(setting, entry)
+    key = known[name]
+    if is_section(key.type):
+      values[name] = parse_entry(key.type, parse_as(setting, FrozenMapping), source)
+    else:
+      values[name] = parse_as(setting, key.type, key.field)
+  for name, key in known.items():
+    if key.field.required and name not in raw:
+      raise UserError(f"{source}: has no {name}; write {key.field.required}")
+  own = {name: value for name, value in values.items() if not known[name].overrides}
+  for field, section in sections.items():
+    inherited = flatten(section).keys()
+    changes = {}
+    for name, value in values.items():
+      if known[name].overrides in inherited:
+        changes[known[name].overrides] = value
+    own[field] = dataclasses.replace(section, **changes)
+  return entry(**own)
+
+
+def _not_of_entry(setting: Setting, entry: SectionClass) -> UserError:
+  """The error about a key that an entry does not have."""
+  name = setting.name
+  [place] = [key for key, each in ENTRIES.items() if each is entry]
+  known = entry_keys(entry)
+  other_names = {key.overrides: each for each, key in known.items() if key.overrides not in known}
+  if name in other_names:
+    return setting.error(f"is not a key of {place}; did you mean {other_names[name]}?")
+  if name in KEYS:
+    return setting.error(f"applies to the whole run; write it once, outside of {place}")
+  own = [each for each, key in known.items() if key.overrides != each]
+  hint = suggest(name, known, f"choose one of {', '.join(own)}")
+  return setting.error(f"is not a key of {place}; {hint}")
 
 
 def find_key(setting: Setting, beside: Mapping[str, str] = NO_KEYS) -> SchemaKey:
@@ -147,7 +196,7 @@ def find_key(setting: Setting, beside: Mapping[str, str] = NO_KEYS) -> SchemaKey
   if name not in KEYS:
     otherwise = f"is not a key; {suggest(name, KEYS, '--help=all lists all keys')}"
     if name in EPOCH_KEYS:
-      otherwise = f"is not a key; write {OTHER_NAME['num_epoch']}"
+      otherwise = f"is not a key; write {maxtext_keys().other_name['num_epoch']}"
     raise setting.error(answer_key(name, show(setting.raw), beside) or otherwise)
   return KEYS[name]
 
@@ -158,6 +207,8 @@ def domain(key: SchemaKey) -> str:
   if field.choices:
     head = "any of" if key.type == tuple[str, ...] else "one of"
     text = f"{head} {_joined(field.choices)}"
+  elif is_section(key.type):
+    text, _ = _TYPE_DOCS[FrozenMapping]
   else:
     text, _ = _TYPE_DOCS[key.type]
   if field.low is not None:

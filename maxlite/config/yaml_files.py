@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from maxlite.config.maxtext_answers import DOTTED_SECTIONS, answer_value
+from maxlite.config.maxtext.answers import answer_value, is_section
 from maxlite.config.python_files import PythonFile, python_settings
 from maxlite.config.raw_values import YamlValueError, compose_yaml, from_yaml
 from maxlite.config.schema import KEYS, ModelConfig, flatten
@@ -71,7 +71,8 @@ def _entries(root: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node
   """Yield (key, its node, the node of its value); keys of MaxText's sections as `section.key`."""
   for name_node, node in root.value:
     name = str(name_node.value)
-    if name in DOTTED_SECTIONS and isinstance(node, yaml.MappingNode) and node.value:
+    is_mapping = isinstance(node, yaml.MappingNode) and node.value
+    if is_mapping and name not in KEYS and is_section(name):
       for key, key_node, value_node in _entries(node):
         yield f"{name}.{key}", key_node, value_node
     else:

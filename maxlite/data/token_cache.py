@@ -167,6 +167,8 @@ def _key(
   ]
   if cfg.on_bad_row == "skip":  # data without a bad row are the same under either policy
     facts.append("on_bad_row=skip")
+  if cfg.data_columns:
+    facts.append(["data_columns", sorted(cfg.data_columns.items())])
   facts.append(_versions(files))
   facts.append(_versions(eval_files))
   return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()

@@ -1,7 +1,7 @@
 """Ensembles: members of one or several architectures, trained together."""
 
 from maxlite.ensemble.ensemble import Ensemble, Prediction
-from maxlite.ensemble.lift import lift
-from maxlite.ensemble.member import Member
+from maxlite.ensemble.members.lift import lift
+from maxlite.ensemble.members.member import Member
 
 __all__ = ["Ensemble", "Member", "Prediction", "lift"]

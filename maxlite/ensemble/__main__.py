@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved, save_resolved
@@ -43,19 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     raise UserError(_USAGE)
 
 
-class _ExportRequest(NamedTuple):
-  """The command line of `export`."""
-
-  folder: str  # of the ensemble's run
-  names: list[str]  # of the members
-  new_name: str  # of the exported run
-  trusts_plugins: bool
-
-
-def _parse_export(arguments: Sequence[str]) -> _ExportRequest:
-  """Raise UserError if the arguments are not those of `_USAGE`."""
-  if not arguments:
-    raise UserError(_USAGE)
+def _export_keys(arguments: Sequence[str]) -> dict[str, str]:
+  """The values that follow the folder, by key; raise UserError if they are not those of _USAGE."""
   given = {}
   for argument in arguments[1:]:
     key, separator, value = argument.partition("=")
@@ -63,44 +51,40 @@ def _parse_export(arguments: Sequence[str]) -> _ExportRequest:
       given[key] = value
   if "member" not in given or not given.keys() <= _EXPORT_KEYS:
     raise UserError(_USAGE)
-  names = given["member"].split(",")
-  return _ExportRequest(
-    folder=arguments[0],
-    names=names,
-    new_name=given.get("run_name", names[0]),
-    trusts_plugins=given.get("trust_plugins") == "true",
-  )
+  return given
 
 
 def _export(arguments: Sequence[str]) -> int:
   """Write a member, or the mean of several, to a run folder next to the ensemble's."""
-  request = _parse_export(arguments)
-  folder = Path(request.folder)
+  given = _export_keys(arguments)
+  names = given["member"].split(",")
+  new_name = given.get("run_name", names[0])
+  folder = Path(arguments[0])
   if not folder.name or folder.name == "..":
     folder = folder.resolve()
-  ensemble = _read_config(folder, trust_plugins=request.trusts_plugins)
+  ensemble = _read_config(folder, trust_plugins=given.get("trust_plugins") == "true")
   # The folder may have been moved, or be a stranger's, whose config names any other folder.
   place = dataclasses.replace(
     ensemble.run, base_output_directory=str(folder.parent), run_name=folder.name
   )
   ensemble = dataclasses.replace(ensemble, run=place)
   members = {member.name: member.config for member in members_of(ensemble)}
-  for name in request.names:
+  for name in names:
     if name not in members:
       remedy = suggest(name, members)
-      raise UserError(f"{request.folder} has no member {name}; {remedy}")
-  chosen = {name: members[name] for name in request.names}
+      raise UserError(f"{arguments[0]} has no member {name}; {remedy}")
+  chosen = {name: members[name] for name in names}
   _require_one_model(chosen)
-  cfg = members[request.names[0]]
+  cfg = members[names[0]]
   folder_of_members = Path(cfg.run.base_output_directory)
   sources = []
-  for name in request.names:
+  for name in names:
     source = folder_of_members / name
     if not (source / "checkpoints").is_dir():
       raise UserError(f"{source} has no checkpoint: train the ensemble first")
     sources.append(source)
   root = ensemble.run.base_output_directory
-  target = Path(root) / request.new_name
+  target = Path(root) / new_name
   if target.exists():
     raise UserError(f"{target} exists: write run_name=ANOTHER_NAME")
   if len(sources) > 1:
@@ -113,7 +97,7 @@ def _export(arguments: Sequence[str]) -> int:
       shutil.copytree(sources[0], unfinished, ignore=_configs_in, dirs_exist_ok=True)
   run = dataclasses.replace(
     cfg.run,
-    run_name=request.new_name,
+    run_name=new_name,
     base_output_directory=root,
   )
   mesh = _solo_mesh(cfg.mesh)

@@ -17,15 +17,15 @@ import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
-from maxlite.ensemble.linen_members import build_programs, identity, settings_of
-from maxlite.ensemble.member import Loss, Member, MemberFactory, call_factory, call_model
-from maxlite.ensemble.member_program import (
+from maxlite.ensemble.engines.planner import Plan, choose
+from maxlite.ensemble.members.linen import build_programs, identity, settings_of
+from maxlite.ensemble.members.member import Loss, Member, MemberFactory, call_factory, call_model
+from maxlite.ensemble.members.program import (
   MemberProgram,
   MemberSetting,
   abstract_tree,
   variables_of,
 )
-from maxlite.ensemble.planner import Plan, choose
 from maxlite.errors import UserError
 from maxlite.metrics.waits import report_wait
 from maxlite.registry import ENSEMBLE_STRATEGIES
@@ -85,7 +85,7 @@ class Ensemble:
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
       memory_gb: the limit [GB] for the members' states on one device; 0: no limit.
       base: parameters of a module from which all members start, such as a pretrained model. Those
-        that members do not train are held once, however many members there are.
+        that members do not train are shared: there is one copy, however many members there are.
 
     Raises:
       UserError: no members, a duplicate name, or no such strategy.

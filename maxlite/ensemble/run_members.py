@@ -3,7 +3,7 @@
 from maxlite.config import Config
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble.run.ensemble_run import train_ensemble
-from maxlite.ensemble.selection.search import train_search
+from maxlite.ensemble.run.search import train_search
 from maxlite.errors import exit_on_user_error
 
 

@@ -12,7 +12,7 @@ from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models import Decoder
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.cross_entropy import chunks
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program
 
 
 class _Chunk(NamedTuple):
@@ -42,7 +42,7 @@ def loss_row(sums_X: np.ndarray) -> dict[str, float]:
 
 
 def document_losses(
-  trainer: Trainer, params: PyTree, data: DataLoader, averages: PyTree = None
+  program: Program, params: PyTree, data: DataLoader, averages: PyTree = None
 ) -> np.ndarray:
   """Sum over each held-out document in float64: predicted tokens, their bytes, their NLL [nats].
 
@@ -53,23 +53,23 @@ def document_losses(
     UserError: no document was held out.
   """
   num_bytes_V = jnp.asarray(data.source.num_bytes_V)
-  chunk_tokens = trainer.cfg.training.logits_chunk_tokens
+  chunk_tokens = program.spec.training.logits_chunk_tokens
 
   def step(params: PyTree, batch: DeviceBatch) -> jax.Array:
     """[B, 3]: of each row the number of predicted tokens, their bytes and their NLL."""
     is_target_BT = batch.weight_BT > 0
     num_bytes_BT = jnp.take(num_bytes_V, batch.targets_BT, mode="clip").astype(jnp.float32)
-    nll_B, _ = row_sums(trainer.model, params, batch, chunk_tokens)
+    nll_B, _ = row_sums(program.model, params, batch, chunk_tokens)
     num_tokens_B = jnp.sum(jnp.ones_like(num_bytes_BT), axis=1, where=is_target_BT)
     num_bytes_B = jnp.sum(num_bytes_BT, axis=1, where=is_target_BT)
     return jnp.stack([num_tokens_B, num_bytes_B, nll_B], axis=1)
 
   # Replicated: every host needs all rows, and has only some.
-  step = jax.jit(step, out_shardings=trainer.sharder.sharding(()))
+  step = jax.jit(step, out_shardings=program.sharder.sharding(()))
   documents = []
   sums = []
   for document_B, host_batch in data.document_batches():
-    batch = trainer.place(host_batch)
+    batch = program.place(host_batch)
     columns = [step(params, batch)]
     if averages is not None:
       of_averages = step(averages, batch)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlite.config.schema import TrainingConfig
+from maxlite.config.schema import Config, TrainingConfig
 from maxlite.data.batch import DeviceBatch, HostBatch
 from maxlite.data.loader import DataLoader
 from maxlite.evaluation.draft_acceptance import acceptance_sums
@@ -20,32 +20,32 @@ from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models import Decoder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
+from maxlite.training.feature import EvalStep
 from maxlite.training.loss import next_token, run_forward
 from maxlite.training.preference_loss import pair_means
-from maxlite.training.trainer import Trainer
-from maxlite.training.transforms.step_transform import EvalStep
+from maxlite.training.program import Program
 
 # Sums over the tokens of one or more batches: scalars by name, and those of draft heads.
 Sums = dict[str, PyTree]
 
 
 def build_evaluation(
-  trainer: Trainer, data: DataLoader
+  cfg: Config, program: Program, data: DataLoader
 ) -> Callable[[TrainState], dict[str, float]] | None:
   """Build the evaluation of a state in a run; None without held-out data."""
   if data.source.eval is None:
     return None
-  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
+  eval_step = compile_eval_step(program, data.source.num_bytes_V)
 
   def evaluate_state(state: TrainState) -> dict[str, float]:
-    batches = data.eval_batches_by_source(trainer.cfg.observe.eval_steps)
-    return evaluate(trainer, eval_step, state.params, batches, averaged_params(state))
+    batches = data.eval_batches_by_source(cfg.observe.eval_steps)
+    return evaluate(program, eval_step, state.params, batches, averaged_params(state))
 
   return evaluate_state
 
 
 def evaluate(
-  trainer: Trainer,
+  program: Program,
   eval_step: EvalStep,
   params: PyTree,
   batches: Mapping[str, Iterable[HostBatch]],
@@ -62,7 +62,7 @@ def evaluate(
   """
 
   def sums(host_batch: HostBatch) -> Sums:
-    batch = trainer.place(host_batch)
+    batch = program.place(host_batch)
     found = eval_step(params, batch)
     if averages is not None:
       found["ema"] = eval_step(averages, batch)
@@ -123,13 +123,13 @@ def _results(sums: Sums) -> dict[str, float]:
   return results
 
 
-def compile_eval_step(trainer: Trainer, num_bytes_V: np.ndarray) -> EvalStep:
-  """The compiled evaluation step, on the trainer's mesh."""
-  for transform in trainer.transforms:
-    eval_step = transform.build_eval_step(trainer.model)
+def compile_eval_step(program: Program, num_bytes_V: np.ndarray) -> EvalStep:
+  """The compiled evaluation step, on the program's mesh."""
+  for feature in program.features:
+    eval_step = feature.build_eval_step(program.model)
     if eval_step is not None:
       return eval_step
-  step = build_eval_step(trainer.model, trainer.cfg.training, jnp.asarray(num_bytes_V))
+  step = build_eval_step(program.model, program.spec.training, jnp.asarray(num_bytes_V))
   return jax.jit(step)
 
 

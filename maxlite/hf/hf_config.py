@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from maxlite.config.load import validate
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
-from maxlite.config.validation import validate
 from maxlite.config.values import Setting, parse
 from maxlite.errors import UserError
 from maxlite.hf import block_fp8, packed_int4

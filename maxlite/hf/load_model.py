@@ -36,7 +36,8 @@ from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.object_store import HUB, local_folder
 from maxlite.training.model_weights import ModelWeights, RunWeights
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import spec_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,12 +118,12 @@ def load(
     first = run.member_names()[0]
     raise UserError(f"{path} is an ensemble: load a member, with member=best or member={first}")
   if run and run.config.is_file():
-    trainer, params = _load_run(run, name, mesh, command)
+    program, params = _load_run(run, name, mesh, command)
   elif (folder / "config.json").is_file():
-    trainer, params = _load_hf(folder, name, mesh)
+    program, params = _load_hf(folder, name, mesh)
   else:
     raise UserError(f"{path} is not a run folder (config.yml) and has no config.json: correct it")
-  return LoadedModel(trainer.cfg.model, trainer.model, trainer.sharder), params
+  return LoadedModel(program.spec.model, program.model, program.sharder), params
 
 
 def open_folder(path: str) -> tuple[Path, RunFolder | None]:
@@ -133,12 +134,12 @@ def open_folder(path: str) -> tuple[Path, RunFolder | None]:
   return run.directory, run
 
 
-def trainer_of_model(
+def program_of_model(
   model: ModelConfig,
   mesh: Mesh | Mapping[str, int] | None = None,
   optimizer: OptimizerConfig | None = None,
-) -> Trainer:
-  """Build a Trainer of `model` on `mesh` or one device, by default with the default optimizer."""
+) -> Program:
+  """Build a Program of `model` on `mesh` or one device, by default with the default optimizer."""
   degrees, devices = _devices(mesh)
   keys = {f"ici_{axis}_parallelism": degrees.get(axis, 1) for axis in MESH_AXES}
   keys |= {"dcn_data_parallelism": 1, "sharding_tolerance": 1}
@@ -151,12 +152,12 @@ def trainer_of_model(
     data=DataConfig(max_target_length=length, per_device_batch_size=1),
     optimizer=optimizer or cfg.optimizer,
   )
-  return build_trainer(cfg, devices)
+  return build_program(spec_of(cfg), devices)
 
 
 def abstract_params(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
   """Return {path: abstract array} of the model's parameters."""
-  return leaves_by_path(trainer_of_model(model).abstract_state.params)
+  return leaves_by_path(program_of_model(model).abstract_state.params)
 
 
 def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Sequence[jax.Device]]:
@@ -185,25 +186,25 @@ def _devices(mesh: Mesh | Mapping[str, int] | None) -> tuple[dict[str, int], Seq
 
 def _load_run(
   folder: RunFolder, dtype: str | None, mesh: Mesh | Mapping[str, int] | None, command: Config
-) -> tuple[Trainer, dict[str, PyTree]]:
-  """Return (trainer, parameters) of a run's checkpoint, in `dtype` if it is given."""
+) -> tuple[Program, dict[str, PyTree]]:
+  """Return (program, parameters) of a run's checkpoint, in `dtype` if it is given."""
   weights = RunWeights(folder.place, command)
   model = weights.model
   if dtype:
     model = dataclasses.replace(model, dtype=dtype, weight_dtype=dtype)
-  trainer = trainer_of_model(model, mesh)
-  params = weights.read(trainer_of_model(weights.model, mesh))
-  abstract = trainer.abstract_state.params
-  return trainer, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
+  program = program_of_model(model, mesh)
+  params = weights.read(program_of_model(weights.model, mesh))
+  abstract = program.abstract_state.params
+  return program, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
 
 
 def _load_hf(
   folder: Path, dtype: str | None, mesh: Mesh | Mapping[str, int] | None
-) -> tuple[Trainer, dict[str, PyTree]]:
-  """Return (trainer, parameters) of a Hugging Face folder, in `dtype` if it is given."""
+) -> tuple[Program, dict[str, PyTree]]:
+  """Return (program, parameters) of a Hugging Face folder, in `dtype` if it is given."""
   weights = HfWeights(folder, dtype=dtype)
-  trainer = trainer_of_model(weights.model, mesh)
-  return trainer, weights.read(trainer)
+  program = program_of_model(weights.model, mesh)
+  return program, weights.read(program)
 
 
 class HfWeights(ModelWeights):
@@ -221,9 +222,9 @@ class HfWeights(ModelWeights):
     types = {"dtype": dtype, "weight_dtype": dtype}
     self.model = build(ModelConfig, DEFAULTS | keys | types)
 
-  def read(self, trainer: Trainer) -> dict[str, PyTree]:
-    """Return the parameters, placed as those of `trainer`."""
-    leaves = leaves_by_path(trainer.abstract_state.params)
+  def read(self, program: Program) -> dict[str, PyTree]:
+    """Return the parameters, placed as those of `program`."""
+    leaves = leaves_by_path(program.abstract_state.params)
     num_rows = self.model.vocab_size
     params = params_from_hf(self._folder, self._family, self.model, num_rows, leaves)
     arrays = {}

@@ -30,11 +30,12 @@ from maxlite.inference.prompts import (
 )
 from maxlite.metrics.writers import JsonlWriter
 from maxlite.runs.open_run import open_trained
+from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback, CallbackContext
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program
 
 _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reuse the programs
 
@@ -47,8 +48,8 @@ def run_generation(cfg: Config) -> int:
     prompts = read_prompts(cfg.generate)
     encoder = PromptEncoder(cfg, chats=has_conversations(prompts))
     requests = encoder.requests(prompts)
-    trainer, params = open_trained(cfg)
-    engine = build_engine(trainer, params, encoder.stop_token_ids, requests)
+    program, params = open_trained(cfg)
+    engine = build_engine(cfg, program.sharder, params, encoder.stop_token_ids, requests)
   batcher = Batcher(engine)
   completions = stream_completions(batcher, requests, encoder.tokenizer, cfg.generate.stop)
   if cfg.generate.prompt_file:
@@ -70,9 +71,9 @@ def _chat(cfg: Config) -> int:
     UserError: as the command does; or the conversation becomes too long for the model.
   """
   encoder = PromptEncoder(cfg, chats=True)
-  trainer, params = open_trained(cfg)
+  program, params = open_trained(cfg)
   longest = GenerationRequest([encoder.tokenizer.eos], cfg.data.max_target_length - 1)
-  engine = build_engine(trainer, params, encoder.stop_token_ids, [longest])
+  engine = build_engine(cfg, program.sharder, params, encoder.stop_token_ids, [longest])
   batcher = Batcher(engine)
   messages: list[Message] = []
   for n, line in enumerate(_typed_lines()):
@@ -104,29 +105,30 @@ class Completer:
     UserError: as the command does.
   """
 
-  def __init__(self, trainer: Trainer, prompts: Sequence[Prompt]) -> None:
-    self._trainer = trainer
-    self._encoder = PromptEncoder(trainer.cfg, chats=has_conversations(prompts))
+  def __init__(self, cfg: Config, program: Program, prompts: Sequence[Prompt]) -> None:
+    self._cfg = cfg
+    self._sharder = program.sharder
+    self._encoder = PromptEncoder(cfg, chats=has_conversations(prompts))
     self._requests = self._encoder.requests(prompts)
     self._engine: Engine | None = None
 
   def complete(self, params: PyTree) -> list[str]:
     """Return the completions of the prompts, in order; frees its memory on the devices."""
-    cfg = self._trainer.cfg
     if self._engine is None:
       self._engine = build_engine(
-        self._trainer,
+        self._cfg,
+        self._sharder,
         params,
         self._encoder.stop_token_ids,
         self._requests,
       )
     else:
-      self._engine.load(inference_params(cfg.model, params))
+      self._engine.load(inference_params(self._cfg.model, params))
     completions = stream_completions(
       Batcher(self._engine),
       self._requests,
       self._encoder.tokenizer,
-      cfg.generate.stop,
+      self._cfg.generate.stop,
     )
     texts = dict.fromkeys(self._requests, "")
     for completion in completions:
@@ -136,7 +138,8 @@ class Completer:
 
 
 def build_engine(
-  trainer: Trainer,
+  cfg: Config,
+  sharder: Sharder,
   params: PyTree,
   stop_token_ids: Sequence[int],
   requests: Sequence[GenerationRequest] = (),
@@ -145,7 +148,8 @@ def build_engine(
   """Build an engine for `requests`, or for any of up to max_target_length tokens if empty.
 
   Args:
-    trainer: the trainer of the model.
+    cfg: the config of the command.
+    sharder: of the mesh of the parameters.
     params: the model's parameters.
     stop_token_ids: tokens that end a completion.
     requests: the requests that the engine must hold.
@@ -155,7 +159,6 @@ def build_engine(
     UserError: a request exceeds max_target_length, or num_speculative_tokens what the model can
       propose.
   """
-  cfg = trainer.cfg
   max_length = cfg.data.max_target_length
   limit = max_num_drafts(cfg.model)
   num_drafts = cfg.generate.num_speculative_tokens
@@ -177,9 +180,9 @@ def build_engine(
   num_rows = cfg.generate.decode_batch_size
   if requests:
     num_rows = min(num_rows, len(requests))
-  num_shards = trainer.sharder.num_shards("activation_batch")
+  num_shards = sharder.num_shards("activation_batch")
   return Engine(
-    inference_model(cfg.model, trainer.sharder),
+    inference_model(cfg.model, sharder),
     inference_params(cfg.model, params),
     num_rows=_round_up(num_rows, num_shards),
     max_length=min(_round_up(needed, _LENGTH_MULTIPLE), max_length),
@@ -257,7 +260,7 @@ class CompletionsCallback(Callback):
       raise UserError("callbacks=completions needs one process and enable_checkpointing=true")
     self._trackers = context.writers.trackers
     self._prompts = read_prompts(cfg.generate)
-    self._completer = Completer(context.trainer, self._prompts)
+    self._completer = Completer(cfg, context.program, self._prompts)
     self._file = JsonlWriter(context.folder / "completions.jsonl", context.first_step - 1)
 
   def on_checkpoint(self, step: int, state: TrainState) -> None:

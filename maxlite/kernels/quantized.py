@@ -179,7 +179,7 @@ def _grouped_backward(
   w_GDF = _quantize_matrices(w_GDF, kind).dequantize(w_GDF.dtype)
 
   def multiply(x_MD: jax.Array, w_GDF: jax.Array) -> jax.Array:
-    return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G, tiles)
+    return GROUPED_MATMUL_BACKENDS[backend].run(x_MD, w_GDF, group_sizes_G, tiles)
 
   _, vjp = jax.vjp(multiply, x_MD, w_GDF)
   dx_MD, dw_GDF = vjp(dy_MF)

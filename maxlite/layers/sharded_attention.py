@@ -17,15 +17,11 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
-from maxlite.kernels.attention.api import (
-  ROW_MULTIPLES,
-  WITHOUT_VMA,
-  AttentionFeatures,
-  attention,
-  resolve_backend,
-)
+from maxlite.kernels.attention.api import attention, resolve_backend
+from maxlite.kernels.attention.backend import AttentionFeatures
 from maxlite.layers.attention_shard import AttentionOptions, OperandTree, ShardOperands
 from maxlite.layers.ring_attention import ring_attention
+from maxlite.registry import ATTENTION_BACKENDS
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_chunks
 
@@ -110,7 +106,7 @@ def attend(
     mesh=sharder.mesh,
     in_specs=(specs, jax.P()),
     out_specs=q_spec,
-    check_vma=sharder.check_vma and options.backend not in WITHOUT_VMA,
+    check_vma=sharder.check_vma and ATTENTION_BACKENDS[options.backend].supports_vma,
   )
   return sharded(operands, is_local)
 
@@ -145,7 +141,7 @@ def _all_gather(
   if not context:
     return _attend_from(q_bthc, 0, operands, options)
   shard = jax.lax.axis_index(context)
-  if num_queries % (2 * ROW_MULTIPLES.get(options.backend, 1)):
+  if num_queries % (2 * ATTENTION_BACKENDS[options.backend].row_multiple):
     return _attend_from(q_bthc, shard * num_queries, operands, options)
   q_2bnhc = to_zigzag(context, q_bthc)
   chunk_size = q_2bnhc.shape[2]

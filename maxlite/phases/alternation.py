@@ -40,7 +40,7 @@ from maxlite.phases.module_collections import freeze_collections
 from maxlite.phases.phase import Phase, check_phases
 from maxlite.phases.phase_functions import PhaseLoss, check_divides
 from maxlite.phases.phase_opt_states import init_opt_states, owners_of
-from maxlite.phases.phase_programs import PhasePrograms, build_phase_step, repeat_on_batch
+from maxlite.phases.phase_programs import PhasePrograms, build_phase_step
 from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.phases.update_step import build_update_step
 from maxlite.phases.zero_gradients import check_any_gradient, shown_paths, zero_among
@@ -49,7 +49,13 @@ from maxlite.step.api_checks import check_not_donated
 from maxlite.step.fit import FitKeywords, FitOptions, Fitted, check_fit, fit, read_states
 from maxlite.step.gradients import build_gradients
 from maxlite.step.train_state import Metrics, TrainState, averaged_params, init_state
-from maxlite.step.train_step import SkipRule, Step, StepResult, build_train_step
+from maxlite.step.train_step import (
+  SkipRule,
+  Step,
+  StepResult,
+  build_train_step,
+  repeat_on_batch,
+)
 
 _STEPS_IN_FLIGHT = 2  # steps after which the host reads whether a step was skipped
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from maxlite.config.phases import DATA_KEYS, PhaseConfig
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DataConfig, flatten
+from maxlite.config.schema.entries import DATA_KEYS, PhaseConfig
 from maxlite.errors import UserError
 from maxlite.metrics.step_row import Row
-from maxlite.optim.labels import Labels, frozen_paths, labels_by_phase, split, union
+from maxlite.optim.labels import Labels, frozen_paths, split, union
 from maxlite.phases.phase_opt_states import owners_of
 from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 from maxlite.sharding.pytree import PyTree
@@ -23,23 +23,25 @@ class PhasePlan:
   """The phases, their schedule and the parameters that each trains."""
 
   def __init__(
-    self, phases: Sequence[PhaseConfig], initial_phases: Mapping[str, int], params: PyTree
+    self,
+    phases: Sequence[PhaseConfig],
+    initial_phases: Mapping[str, int],
+    params: PyTree,
+    labels: Mapping[str, Labels],
   ):
     """
     Args:
       phases: in the order of the cycle.
       initial_phases: by phase, steps that it takes alone before the cycle begins.
       params: may be abstract (`jax.ShapeDtypeStruct`).
+      labels: by phase, what it trains.
     """
     self.phases = phases
     self._params = params
-    lengths = {phase.name: _length(phase) for phase in phases}
-    self.schedule = PhaseSchedule(lengths, initial_phases)
-    self.labels: dict[str, Labels] = labels_by_phase(
-      params, {phase.name: phase.train for phase in phases}
-    )
+    self.schedule = _schedule_of(phases, initial_phases)
+    self.labels = labels
     # By phase, the phase whose optimizer state it updates.
-    self.owners = owners_of({phase.name: phase.share_optimizer_state for phase in phases})
+    self.owners = _owners_of(phases)
     self._initial_phases = dict(initial_phases)
 
   @property
@@ -51,24 +53,6 @@ class PhasePlan:
   def untrained_paths(self) -> list[str]:
     return frozen_paths(*self.labels.values())
 
-  def num_updates(self, phase: PhaseConfig, run_steps: int) -> int:
-    """Updates of the optimizer state of `phase` in a run of `run_steps`.
-
-    If any phase ends on a condition, their largest possible number.
-    """
-    owner = self.owners[phase.name]
-    repeats = {}
-    for each in self.phases:
-      if self.owners[each.name] == owner:
-        repeats[each.name] = each.repeat_batch
-    if any(each.until for each in self.phases):
-      return run_steps * max(repeats.values())
-    num_updates = 0
-    for first, last, name in self.schedule.timeline(run_steps):
-      num_steps = last - first + 1
-      num_updates += num_steps * repeats.get(name, 0)
-    return max(num_updates, 1)
-
   def spans(self, num_steps: int, rows: Sequence[dict] = ()) -> list[PhaseSpan]:
     """(first step, last step, phase) of each span in `num_steps` steps, counted from 1.
 
@@ -78,9 +62,15 @@ class PhasePlan:
       return self.schedule.timeline(num_steps)
     return spans_of_rows(rows, [phase.name for phase in self.phases])
 
-  def describe(self, num_steps: int, run_data: DataConfig) -> list[str]:
-    """Lines on what each phase trains, and on the order of phases in `num_steps` steps."""
-    lines = [self.describe_phase(phase, run_data) for phase in self.phases]
+  def describe(
+    self, phases: Sequence[PhaseConfig], num_steps: int, run_data: DataConfig
+  ) -> list[str]:
+    """Lines on what each phase trains, and on the order of phases in `num_steps` steps.
+
+    Args:
+      phases: the phases with their data.
+    """
+    lines = [self.describe_phase(phase, run_data) for phase in phases]
     spans = self.spans(num_steps)
     if spans:
       shown = [f"{name} {first}-{last}" for first, last, name in spans[:_NUM_SHOWN]]
@@ -117,6 +107,39 @@ class PhasePlan:
     if phase.steps is not None:
       return f"{phase.steps} steps"
     return f"{self._initial_phases[phase.name]} initial steps"
+
+
+def num_updates_of(
+  phases: Sequence[PhaseConfig], initial_phases: Mapping[str, int], num_steps: int
+) -> dict[str, int]:
+  """By phase, the number of updates of its optimizer state in `num_steps` steps.
+
+  If any phase ends on a condition, their largest possible number.
+  """
+  owners = _owners_of(phases)
+  spans = []
+  if not any(phase.until for phase in phases):
+    spans = _schedule_of(phases, initial_phases).timeline(num_steps)
+  num_updates = {}
+  for phase in phases:
+    repeats = {}
+    for each in phases:
+      if owners[each.name] == owners[phase.name]:
+        repeats[each.name] = each.repeat_batch
+    if spans:
+      total = sum((last - first + 1) * repeats.get(name, 0) for first, last, name in spans)
+      num_updates[phase.name] = max(total, 1)
+    else:
+      num_updates[phase.name] = num_steps * max(repeats.values())
+  return num_updates
+
+
+def _schedule_of(phases: Sequence[PhaseConfig], initial_phases: Mapping[str, int]) -> PhaseSchedule:
+  return PhaseSchedule({phase.name: _length(phase) for phase in phases}, initial_phases)
+
+
+def _owners_of(phases: Sequence[PhaseConfig]) -> dict[str, str]:
+  return owners_of({phase.name: phase.share_optimizer_state for phase in phases})
 
 
 def losses_by_phase(phase: PhaseConfig, row: Row) -> Row:

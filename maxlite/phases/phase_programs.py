@@ -1,9 +1,7 @@
 """The compiled steps of alternating training; changing the phase compiles nothing."""
 
 import functools
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -16,6 +14,7 @@ from maxlite.phases.phase_opt_states import PhaseOptStates
 from maxlite.phases.phase_schedule import PhaseSchedule, Position
 from maxlite.sharding.compiler_options import Options
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.compile import compile_in_parallel
 from maxlite.step.train_state import Metrics, TrainState
 from maxlite.step.train_step import ZERO_GRADIENTS, Step
 
@@ -50,32 +49,6 @@ def build_phase_step(
     return state, metrics
 
   return phase_step
-
-
-def repeat_on_batch(step: Step, num_times: int) -> Step:
-  """Make a step that takes `step` several times on one batch, with other random numbers each time.
-
-  It counts as one step; the metrics are those of the last time.
-  """
-  if num_times == 1:
-    return step
-
-  def repeated(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    first = state.step
-    rng = state.rng
-
-    def once(state: TrainState, time: jax.Array) -> tuple[PyTree, Metrics]:
-      key = jax.random.fold_in(jax.random.wrap_key_data(rng), time)
-      state = state.replace(step=first, rng=jax.random.key_data(key))
-      return step(state, batch)
-
-    times = jnp.arange(num_times)
-    state, metrics_N = jax.lax.scan(once, state, times)
-    metrics = jax.tree.map(lambda values_N: values_N[-1], metrics_N)
-    state = state.replace(rng=rng)
-    return state, metrics
-
-  return repeated
 
 
 class _LatestStep(NamedTuple):
@@ -283,36 +256,3 @@ def _metric_shapes(
           f"{jax.typeof(known).str_short()}: rename one of them, or use strategy='separate'"
         )
   return shapes
-
-
-def compile_for_batches(
-  step: jax.stages.Wrapped, state: TrainState, batches: Sequence[PyTree]
-) -> Step:
-  """Compile a jitted `step` for batches of several shapes; each call takes the one that fits."""
-  programs = compile_in_parallel([step.lower(state, batch) for batch in batches])
-  by_shape = {}
-  for batch, program in zip(batches, programs, strict=True):
-    by_shape[_shapes_of(batch)] = program
-
-  def fitting(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    return by_shape[_shapes_of(batch)](state, batch)
-
-  return fitting
-
-
-def _shapes_of(batch: PyTree) -> tuple[tuple[int, ...], ...]:
-  return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-
-
-def compile_in_parallel(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-  """Compile all programs, in one thread per core, while an iterator lowers the next ones."""
-  with ThreadPoolExecutor(os.cpu_count()) as pool:
-    return list(pool.map(lambda program: program.compile(), lowered))
-
-
-def compile_in_thread(lowered: jax.stages.Lowered) -> Future[jax.stages.Compiled]:
-  """Compile a program, or read it from the compilation cache, in a thread."""
-  pool = ThreadPoolExecutor(1)
-  compilation = pool.submit(lowered.compile)
-  pool.shutdown(wait=False)
-  return compilation

@@ -26,7 +26,7 @@ from maxlite.planning.memory_estimate import FLOAT32_BYTES, num_token_shards
 from maxlite.planning.plan_target import PlanTarget
 from maxlite.sharding.logical_axis_rules import LogicalNames, Sharder
 from maxlite.sharding.sharding_report import ParameterSharding
-from maxlite.training.transforms.local_updates import AXIS
+from maxlite.training.features.local_updates import AXIS
 
 _TPU_LANES = 128
 _NEGLIGIBLE_BYTES = 1000.0
@@ -157,23 +157,23 @@ def estimate_collectives(target: PlanTarget, phase: int = 0) -> list[Collective]
   and `capacity`.
 
   Args:
-    target: the trainer, and the devices that its mesh stands for.
+    target: the program, and the devices that its mesh stands for.
     phase: index of the phase whose step is estimated.
   """
-  trainer = target.trainer
-  objective = trainer.objectives[phase]
+  program = target.program
+  objective = program.objectives[phase]
   step = _Step(
-    model=trainer.cfg.model,
-    sharder=trainer.sharder,
-    tokens=math.prod(objective.batch_shape) // num_token_shards(trainer.sharder),
-    num_micro=objective.training.gradient_accumulation_steps,
-    diloco_sync_period=trainer.cfg.local_updates.diloco_sync_period,
+    model=program.spec.model,
+    sharder=program.sharder,
+    tokens=math.prod(objective.batch_shape) // num_token_shards(program.sharder),
+    num_micro=objective.spec.gradient_accumulation_steps,
+    diloco_sync_period=program.spec.local_updates.diloco_sync_period,
     slices=target.slices,
     grid=target.grid,
   )
-  trained, _ = split(trainer.abstract_state.params, objective.labels)
+  trained, _ = split(program.abstract_state.params, objective.labels)
   trained_paths = set(paths_in(trained))
-  for parameter in trainer.parameter_shardings:
+  for parameter in program.parameters:
     weight = _build_weight(step, parameter)
     _gather_weight(step, weight)
     if parameter.path in trained_paths:

@@ -16,9 +16,9 @@ from maxlite.sharding.host_memory import is_on_host
 from maxlite.sharding.logical_axis_rules import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.sharding.sharding_report import ParameterSharding
-from maxlite.training.objective import Objective
-from maxlite.training.trainer import Trainer
-from maxlite.training.transforms.teacher import TEACHER
+from maxlite.training.feature import abstract_inputs
+from maxlite.training.features.teacher import TEACHER
+from maxlite.training.program import Objective, Program
 
 FLOAT32_BYTES = 4
 
@@ -82,26 +82,26 @@ class Activation(NamedTuple):
   num_bytes: float
 
 
-def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
+def estimate_memory(program: Program, phase: int = 0) -> MemoryEstimate:
   """Estimate the memory of one device in a step of a phase."""
-  model = trainer.cfg.model
-  state = trainer.abstract_state
-  objective = trainer.objectives[phase]
+  model = program.spec.model
+  state = program.abstract_state
+  objective = program.objectives[phase]
   weight_bytes = jnp.dtype(model.dtype).itemsize
   parameters = bytes_per_device(state.params)
   on_host = [leaf for leaf in jax.tree.leaves(state) if is_on_host(leaf)]
   host_optimizer = bytes_per_device(on_host)
-  saved_bytes = _total(_activations(trainer, objective, model))
+  saved_bytes = _total(_activations(program, objective, model))
   host_activations = 0.0
   if model.remat_policy == "offload":  # only the inputs of the layers stay on the device
     full_remat = dataclasses.replace(model, remat_policy="full")
-    host_activations = saved_bytes - _total(_activations(trainer, objective, full_remat))
+    host_activations = saved_bytes - _total(_activations(program, objective, full_remat))
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
-  in_layers = _activations(trainer, objective, save_all)
+  in_layers = _activations(program, objective, save_all)
   layer_bytes = _total(in_layers) / (model.base_num_decoder_layers + model.mtp_num_layers)
-  vocab = model.vocab_size // trainer.sharder.num_shards("vocab")
-  tokens = math.prod(objective.batch_shape) // num_token_shards(trainer.sharder)
-  chunk_tokens = min(tokens, trainer.cfg.training.logits_chunk_tokens)
+  vocab = model.vocab_size // program.sharder.num_shards("vocab")
+  tokens = math.prod(objective.batch_shape) // num_token_shards(program.sharder)
+  chunk_tokens = min(tokens, program.spec.training.logits_chunk_tokens)
   return MemoryEstimate(
     parameters=parameters,
     optimizer=bytes_per_device(state) - parameters - host_optimizer,
@@ -109,10 +109,10 @@ def estimate_memory(trainer: Trainer, phase: int = 0) -> MemoryEstimate:
     gradients=_gradient_bytes(state.params, objective),
     layer_activations=layer_bytes,
     layer_gradients=_layer_gradient_bytes(in_layers, model),
-    gathered_weights=_largest_kernel(trainer) * (2 * weight_bytes + FLOAT32_BYTES),
+    gathered_weights=_largest_kernel(program) * (2 * weight_bytes + FLOAT32_BYTES),
     unembedding=model.base_emb_dim * vocab * (weight_bytes + FLOAT32_BYTES),
     logits=2 * FLOAT32_BYTES * chunk_tokens * vocab,
-    teacher=bytes_per_device(trainer.abstract_extra_inputs.get(TEACHER)),
+    teacher=bytes_per_device(abstract_inputs(program.features).get(TEACHER)),
     host_optimizer=host_optimizer,
     host_activations=host_activations,
   )
@@ -126,7 +126,7 @@ def _gradient_bytes(params: PyTree, objective: Objective) -> int:
   """Bytes of the gradients of the trained parameters, and of their sums over micro-batches."""
   trained, _ = split(params, objective.labels)
   num_bytes = bytes_per_device(trained)
-  if objective.training.gradient_accumulation_steps > 1:
+  if objective.spec.gradient_accumulation_steps > 1:
     num_bytes += bytes_per_device(jax.tree.map(_at_least_float32, trained))
   return num_bytes
 
@@ -197,11 +197,11 @@ def _size_for_rows(twice: int, three_times: int) -> int:
   return three_times - twice
 
 
-def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> list[Activation]:
+def _activations(program: Program, objective: Objective, cfg: ModelConfig) -> list[Activation]:
   """The activations that a model of `cfg` saves on a device for one micro-batch."""
-  model = Decoder(cfg, trainer.sharder)
+  model = Decoder(cfg, program.sharder)
   rows, length = objective.batch_shape
-  rows_per_micro = rows // objective.training.gradient_accumulation_steps
+  rows_per_micro = rows // objective.spec.gradient_accumulation_steps
 
   def residuals(params: PyTree, tokens_BT: jax.Array) -> PyTree:
     trained, frozen = split(params, objective.labels)
@@ -220,18 +220,18 @@ def _activations(trainer: Trainer, objective: Objective, cfg: ModelConfig) -> li
 
   def residuals_of(rows: int) -> PyTree:
     tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    return jax.eval_shape(residuals, trainer.abstract_state.params, tokens_BT)
+    return jax.eval_shape(residuals, program.abstract_state.params, tokens_BT)
 
-  return activations(residuals_of, rows_per_micro, num_token_shards(trainer.sharder))
+  return activations(residuals_of, rows_per_micro, num_token_shards(program.sharder))
 
 
-def _largest_kernel(trainer: Trainer) -> float:
+def _largest_kernel(program: Program) -> float:
   """Parameters of the largest kernel of a layer on one device after the all-gather over `fsdp`."""
   largest = 0.0
-  for parameter in trainer.parameter_shardings:
+  for parameter in program.parameters:
     stack, _, _ = parameter.path.partition("/")
     if "layers" in stack:
-      largest = max(largest, _gathered_size(parameter, trainer.sharder))
+      largest = max(largest, _gathered_size(parameter, program.sharder))
   return largest
 
 

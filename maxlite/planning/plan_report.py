@@ -10,7 +10,7 @@ from maxlite.planning.hlo_cost import MatmulFlops
 from maxlite.planning.hlo_traffic import Traffic, largest_traffic
 from maxlite.planning.memory_estimate import MemoryEstimate
 from maxlite.planning.roofline import Bound
-from maxlite.training.transforms.local_updates import AXIS
+from maxlite.training.features.local_updates import AXIS
 
 GB = 1e9
 # Characters of a timeline: a step in which a phase trains, and one in which it does not.

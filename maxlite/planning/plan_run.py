@@ -9,6 +9,7 @@ from typing import cast
 import jax
 
 from maxlite.config import Config
+from maxlite.config.phases import phases_of
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.chips import CHIPS
@@ -25,9 +26,10 @@ from maxlite.planning.plan_report import CompiledMemory
 from maxlite.planning.plan_target import PlanTarget, build_target, tracing_for
 from maxlite.planning.roofline import exposed_seconds, step_bounds
 from maxlite.sharding.compiler_options import Options, describe_options
-from maxlite.training.trainer import Trainer, build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
-from maxlite.training.transforms.local_updates import OUTER_SCOPE
+from maxlite.training.features.local_updates import OUTER_SCOPE
+from maxlite.training.features.phases import phase_plan_of
+from maxlite.training.program import Program, build_program, flops_per_step
+from maxlite.training.spec import spec_of
 
 _CONSOLE = SafeConsole(highlight=False, markup=False, soft_wrap=True)
 
@@ -58,19 +60,19 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
     target = build_target(cfg, compiles=compiles)
     if target.missing:
       compiles = False
-    trainer = target.trainer
+    program = target.program
     options: Options = {}
     if compiles:
-      options = trainer.compiler_options  # raises UserError for unknown ones
+      options = program.compiler_options  # raises UserError for unknown ones
   if target.missing:
     topology = cfg.plan.compile_topology
     _CONSOLE.print(f"estimate only: compiling for {topology} needs {target.missing}")
   if compiles:
-    for line in describe_options(options, trainer.sharder.platform):
+    for line in describe_options(options, program.sharder.platform):
       _CONSOLE.print(f"  {line}")
   exit_code = 0
-  with tracing_for(trainer.mesh.devices.flat[0]):
-    for phase in range(len(trainer.objectives)):
+  with tracing_for(program.mesh.devices.flat[0]):
+    for phase in range(len(program.objectives)):
       if not _plan_step(target, phase, compiles=compiles):
         exit_code = 1
   return exit_code
@@ -79,10 +81,10 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
 def run_phase_plan(cfg: Config) -> int:
   """Print what each phase of `cfg` trains and when, without compiling. Returns 0."""
   with exit_on_user_error("maxlite.plan"):
-    plan = phase_plan_of(build_trainer(cfg))
+    plan = phase_plan_of(build_program(spec_of(cfg), command=cfg))
     if plan is None:
       raise UserError("the config has no phases; write phases=[{name: all, train: .*, steps: 1}]")
-  for line in plan.describe(cfg.run.steps, cfg.data):
+  for line in plan.describe(phases_of(cfg), cfg.run.steps, cfg.data):
     _CONSOLE.print(line)
   spans = plan.spans(cfg.run.steps)
   timeline = ["phases end on conditions, so their steps are known only during the run"]
@@ -92,11 +94,11 @@ def run_phase_plan(cfg: Config) -> int:
   return 0
 
 
-def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> CompiledStep:
-  """Compile the step of a phase for the trainer's devices.
+def compile_step(program: Program, save_hlo: str = "", phase: int = 0) -> CompiledStep:
+  """Compile the step of a phase for the program's devices.
 
   Args:
-    trainer: the trainer whose step is compiled.
+    program: the program whose step is compiled.
     save_hlo: a folder to which the step's HLO is written; "" for none.
     phase: index of the phase.
 
@@ -105,22 +107,22 @@ def compile_step(trainer: Trainer, save_hlo: str = "", phase: int = 0) -> Compil
   """
   start = time.perf_counter()
   with report_wait("tracing the training step"):
-    lowered = trainer.lower_step(phase)
+    lowered = program.lower(program.objectives[phase])
   with report_wait("compiling the training step"):
-    program = lowered.compile()
+    compiled = lowered.compile()
   seconds = time.perf_counter() - start
-  text = program.as_text()
+  text = compiled.as_text()
   if text is None:
     raise RuntimeError("this compiler does not return the text of a program")
   if save_hlo:
     _write_hlo(text, save_hlo, phase)
   outer_steps: dict[str, float] = {}
-  period = trainer.cfg.local_updates.diloco_sync_period
+  period = program.spec.local_updates.diloco_sync_period
   if period:
     outer_steps[OUTER_SCOPE] = 1 / period
-  module = parse(text, _local_share(trainer.cfg.model), outer_steps)
-  memory = cast(CompiledMemory, program.memory_analysis())
-  return CompiledStep(module, memory, _once_bytes(program), seconds)
+  module = parse(text, _local_share(program.spec.model), outer_steps)
+  memory = cast(CompiledMemory, compiled.memory_analysis())
+  return CompiledStep(module, memory, _once_bytes(compiled), seconds)
 
 
 def _write_hlo(text: str, save_hlo: str, phase: int) -> None:
@@ -157,19 +159,19 @@ def _local_share(model: ModelConfig) -> float | None:
 
 def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:
   """Print the plan of the step of a phase; return whether it compiles and fits."""
-  trainer = target.trainer
-  plan = phase_plan_of(trainer)
+  program = target.program
+  plan = phase_plan_of(program)
   if plan is not None:
-    _CONSOLE.print(plan.describe_phase(plan.phases[phase], trainer.cfg.data))
-  _CONSOLE.print(_title(trainer, target.kind, phase))
+    _CONSOLE.print(plan.describe_phase(phases_of(target.cfg)[phase], target.cfg.data))
+  _CONSOLE.print(_title(target, phase))
   compiled = None
   if compiles:
     try:
-      compiled = compile_step(trainer, trainer.cfg.plan.save_hlo, phase)
+      compiled = compile_step(program, target.cfg.plan.save_hlo, phase)
     except jax.errors.JaxRuntimeError as error:
       reason = " ".join(str(error).split())
       _CONSOLE.print(f"does not compile: {reason}")
-  estimate = estimate_memory(trainer, phase)
+  estimate = estimate_memory(program, phase)
   if compiled is None:
     _print_paragraph(plan_report.memory_lines(estimate, None))
     fits = _print_fit(estimate.total, target.kind)
@@ -194,15 +196,16 @@ def _print_paragraph(lines: Sequence[str]) -> None:
     _CONSOLE.print(line)
 
 
-def _title(trainer: Trainer, kind: str, phase: int) -> str:
-  cfg = trainer.cfg
+def _title(target: PlanTarget, phase: int) -> str:
+  cfg = target.cfg
+  program = target.program
   name = cfg.run.model_name or cfg.model.decoder_block
-  degrees = [f"{axis}={size}" for axis, size in trainer.mesh.shape.items() if size > 1]
+  degrees = [f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1]
   sharding = " x ".join(degrees) or "no sharding"
-  rows, length = trainer.objectives[phase].batch_shape
+  rows, length = program.objectives[phase].batch_shape
   return (
-    f"{name} on {trainer.mesh.size} x {kind}, {sharding}; {rows} x {length} tokens per step, "
-    f"remat_policy={cfg.model.remat_policy}"
+    f"{name} on {program.mesh.size} x {target.kind}, {sharding}; {rows} x {length} tokens per "
+    f"step, remat_policy={cfg.model.remat_policy}"
   )
 
 
@@ -251,7 +254,7 @@ def _compiled_costs(target: PlanTarget, compiled: CompiledStep, phase: int) -> l
   model_flops = _model_flops(target, phase)
   compiled_flops = matmul_flops(module)
   traffic = hbm_traffic(module)
-  found = collectives(module, dict(target.trainer.mesh.shape), target.slices)
+  found = collectives(module, dict(target.program.mesh.shape), target.slices)
   paragraphs = [
     plan_report.matmul_lines(compiled_flops, model_flops, module.unknown_loops),
     plan_report.traffic_lines(traffic) + _compared_traffic(compiled),
@@ -275,8 +278,8 @@ def _compiled_costs(target: PlanTarget, compiled: CompiledStep, phase: int) -> l
 
 def _model_flops(target: PlanTarget, phase: int) -> float:
   """FLOPs of a step of one device, without rematerialization and padding."""
-  trainer = target.trainer
-  return trainer.flops_per_step[phase] / trainer.mesh.size
+  program = target.program
+  return flops_per_step(program)[phase] / program.mesh.size
 
 
 def _compared_traffic(compiled: CompiledStep) -> list[str]:
@@ -290,7 +293,7 @@ def _compared_traffic(compiled: CompiledStep) -> list[str]:
 
 def _outer_lines(target: PlanTarget, found: Sequence[Collective]) -> list[str]:
   """Lines about the exchanges of replicas, if there are any."""
-  period = target.trainer.cfg.local_updates.diloco_sync_period
+  period = target.program.spec.local_updates.diloco_sync_period
   if not period:
     return []
   return plan_report.outer_lines(found, period)

@@ -1,4 +1,4 @@
-"""The devices that a plan is for, and a trainer built for them."""
+"""The devices that a plan is for, and a program for them."""
 
 import contextlib
 import dataclasses
@@ -11,22 +11,25 @@ from maxlite.config import Config
 from maxlite.config.config_field import KeyValue
 from maxlite.planning.topology import Topology, parse_topology
 from maxlite.sharding.mesh import MESH_AXES, dcn_degrees, resolve_degrees
-from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
+from maxlite.training.program import Program, build_program, mesh_degrees
+from maxlite.training.spec import spec_of
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanTarget:
-  """A trainer for described devices, and properties of the devices that its mesh may lack.
+  """A program for described devices, and properties of the devices that its mesh may lack.
 
   Attributes:
-    trainer: the trainer.
+    cfg: the config of the plan, with the mesh of these devices.
+    program: the program.
     kind: the `jax.Device.device_kind` of the described devices.
     slices: mesh axes that span slices -> number of slices along the axis.
     missing: a requirement for compilation that is not installed; empty if there is none.
     grid: chips of a TPU slice along its dimensions; empty for other devices.
   """
 
-  trainer: Trainer
+  cfg: Config
+  program: Program
   kind: str
   slices: Mapping[str, int]
   missing: str = ""
@@ -40,9 +43,9 @@ def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
     UserError: the devices, mesh, batch and model do not fit together.
   """
   if not cfg.plan.compile_topology:
-    trainer = build_trainer(cfg)
-    kind = trainer.mesh.devices.flat[0].device_kind
-    return PlanTarget(trainer, kind, dcn_degrees(trainer.mesh))
+    program = build_program(spec_of(cfg), command=cfg)
+    kind = program.mesh.devices.flat[0].device_kind
+    return PlanTarget(cfg, program, kind, dcn_degrees(program.mesh))
   topology = parse_topology(cfg.plan.compile_topology, cfg.plan.compile_topology_num_slices)
   missing = ""
   if compiles:
@@ -67,11 +70,12 @@ def _target_to_compile_for(cfg: Config, topology: Topology) -> PlanTarget:
   request = topology.request(cfg.plan.gpu_target_config)
   devices = topologies.get_topology_desc(**request).devices
   with tracing_for(devices[0]):
-    trainer = build_trainer(cfg, devices)
+    program = build_program(spec_of(cfg), devices, cfg)
   return PlanTarget(
-    trainer=trainer,
+    cfg=cfg,
+    program=program,
     kind=topology.kind.device_kind,
-    slices=dcn_degrees(trainer.mesh),
+    slices=dcn_degrees(program.mesh),
     grid=topology.grid,
   )
 
@@ -90,9 +94,10 @@ def _target_of_cpu_devices(cfg: Config, topology: Topology, missing: str) -> Pla
     one_slice[f"dcn_{axis}_parallelism"] = 1
   mesh_cfg = dataclasses.replace(cfg.mesh, **one_slice)
   cfg = dataclasses.replace(cfg, mesh=mesh_cfg)
-  trainer = build_trainer(cfg, jax.devices()[:num_devices])
+  program = build_program(spec_of(cfg), jax.devices()[:num_devices], cfg)
   return PlanTarget(
-    trainer=trainer,
+    cfg=cfg,
+    program=program,
     kind=topology.kind.device_kind,
     slices=slices,
     missing=missing,

@@ -14,24 +14,24 @@ from maxlite.errors import exit_on_user_error, write_line
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.metrics.waits import report_wait
-from maxlite.runs.open_run import open_trainer_data, open_weights
+from maxlite.runs.open_run import open_run_data, open_weights
 from maxlite.runs.run_report import describe_data
 from maxlite.runs.saved_run import run_folder
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.file_io import write_atomically
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program
 
 
 def run_evaluation(cfg: Config) -> int:
   """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
   with exit_on_user_error("maxlite.evaluate"):
-    trainer, params, averages, step = open_weights(cfg)
+    program, params, averages, step = open_weights(cfg)
     num_batches = cfg.observe.eval_steps
-    result, data = evaluate_held_out(trainer, params, averages, num_batches)
+    result, data = evaluate_held_out(cfg, program, params, averages, num_batches)
   sums_DX = None
   if cfg.observe.eval_documents:
     with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):
-      sums_DX = document_losses(trainer, params, data, averages)
+      sums_DX = document_losses(program, params, data, averages)
   if jax.process_index() == 0:
     folder = run_folder(cfg)
     for line in describe_data("data", data):
@@ -45,7 +45,7 @@ def run_evaluation(cfg: Config) -> int:
 
 
 def evaluate_held_out(
-  trainer: Trainer, params: PyTree, averages: PyTree, num_batches: int
+  cfg: Config, program: Program, params: PyTree, averages: PyTree, num_batches: int
 ) -> tuple[dict[str, float], DataLoader]:
   """Open the run's data and evaluate a checkpoint on its held-out batches.
 
@@ -56,11 +56,11 @@ def evaluate_held_out(
   Returns:
     The result of `evaluate`, and the data.
   """
-  data = open_trainer_data(trainer)
+  data = open_run_data(cfg, program)
   batches = data.eval_batches_by_source(num_batches)
-  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
+  eval_step = compile_eval_step(program, data.source.num_bytes_V)
   with report_wait("compiling the evaluation step, and evaluating"):
-    result = evaluate(trainer, eval_step, params, batches, averages)
+    result = evaluate(program, eval_step, params, batches, averages)
   return result, data
 
 

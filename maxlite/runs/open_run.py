@@ -14,7 +14,7 @@ from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, public_values, read_values
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
-from maxlite.config.schema import MESH_AXES, HostsConfig, MeshConfig, build
+from maxlite.config.schema import MESH_AXES, DataConfig, HostsConfig, MeshConfig, build
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import (
@@ -51,8 +51,8 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.callbacks import Callback, CallbackContext
 from maxlite.training.model_weights import checkpoint_step, read_parameters
-from maxlite.training.objective import Objective
-from maxlite.training.trainer import Trainer, build_trainer, mesh_degrees
+from maxlite.training.program import Program, build_program, check_devices, mesh_degrees
+from maxlite.training.spec import data_by_objective, spec_of
 
 
 @contextlib.contextmanager
@@ -71,20 +71,20 @@ def join_hosts(cfg: Config, program: str) -> Iterator[tuple[Config, SeparateProc
     yield dataclasses.replace(cfg, hosts=HostsConfig()), peers
 
 
-def open_trainer(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Trainer:
-  """Build the trainer on `devices`, by default on all, after setting up this process."""
+def open_program(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Program:
+  """Build the program of `cfg` on `devices`, by default on all, after setting up this process."""
   keep_freed_memory()
   enable_compilation_cache(cfg.run.jax_cache_dir)
   process = describe_process()
   if process:
     open_console(log_format=cfg.observe.log_format).print(process)
-  trainer = build_trainer(cfg, devices)
-  trainer.check_devices()
-  return trainer
+  program = build_program(spec_of(cfg), devices, cfg)
+  check_devices(program)
+  return program
 
 
-def open_saved_trainer(cfg: Config) -> Trainer:
-  """`open_trainer` of a run that was trained, perhaps on more devices than there are here.
+def open_saved_program(cfg: Config) -> Program:
+  """`open_program` of a run that was trained, perhaps on more devices than there are here.
 
   If the devices do not make the mesh of its training, it gets one with `fsdp` only; a mesh of the
   command line must fit.
@@ -98,15 +98,15 @@ def open_saved_trainer(cfg: Config) -> Trainer:
     if cfg.mesh != saved or jax.process_count() > 1:
       raise
   else:
-    return open_trainer(cfg)
+    return open_program(cfg)
   rules = cfg.mesh.logical_axis_rules
   smaller = dataclasses.replace(
     cfg, mesh=MeshConfig(logical_axis_rules=rules, sharding_tolerance=1.0)
   )
   try:
-    trainer = open_trainer(smaller)
+    program = open_program(smaller)
   except UserError:  # a batch or an axis of the model that the devices do not divide
-    trainer = open_trainer(smaller, jax.devices()[:1])
+    program = open_program(smaller, jax.devices()[:1])
   degrees = []
   for axis, within, between in zip(MESH_AXES, ici, dcn, strict=True):
     if within != 1:
@@ -115,26 +115,27 @@ def open_saved_trainer(cfg: Config) -> Trainer:
       degrees.append(f"dcn_{axis}_parallelism={between}")
   print_to_stderr(
     f"the mesh of the run, {' '.join(degrees)}, does not fit the devices here: using "
-    f"{trainer.mesh.size} of {jax.device_count()} with ici_fsdp_parallelism=-1"
+    f"{program.mesh.size} of {jax.device_count()} with ici_fsdp_parallelism=-1"
   )
-  return trainer
+  return program
 
 
-def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> DataLoader:
-  """Open the data of the run, or of an objective (no held-out data), sharded for the mesh."""
-  cfg = trainer.cfg
-  data = cfg.data
-  batch_shape = trainer.batch_shape
-  if objective is not None:
-    data = objective.data
-    batch_shape = objective.batch_shape
+def open_run_data(
+  cfg: Config,
+  program: Program,
+  data: DataConfig | None = None,
+  batch_shape: tuple[int, int] | None = None,
+) -> DataLoader:
+  """Open the data of the run, or other `data` (no held-out data), sharded for the mesh."""
+  data = data or cfg.data
+  batch_shape = batch_shape or program.batch_shape
 
   def open_sharded() -> DataLoader:
     return open_data(
       data,
       vocab_size=cfg.model.vocab_size,
       global_batch_size=batch_shape[0],
-      rows=local_rows(trainer.batch_sharding, batch_shape),
+      rows=local_rows(program.batch_sharding, batch_shape),
       cache_directory=token_cache(cfg),
       evaluates=reads_same_documents(cfg.data, data),
     )
@@ -142,16 +143,18 @@ def open_trainer_data(trainer: Trainer, objective: Objective | None = None) -> D
   return process_0_first(open_sharded, "the data is tokenized")
 
 
-def open_objective_data(trainer: Trainer, data: DataLoader) -> dict[str, DataLoader]:
+def open_objective_data(cfg: Config, program: Program, data: DataLoader) -> dict[str, DataLoader]:
   """By objective, the run's `data`, or its own."""
+  data_of = data_by_objective(cfg)
   opened = {data.cfg: data}
-  for objective in trainer.objectives:
-    if objective.data not in opened:
+  for objective in program.objectives:
+    own = data_of[objective.name]
+    if own not in opened:
       try:
-        opened[objective.data] = open_trainer_data(trainer, objective)
+        opened[own] = open_run_data(cfg, program, own, objective.batch_shape)
       except UserError as error:
         raise UserError(f"phase {objective.name}: {error}") from None
-  return {objective.name: opened[objective.data] for objective in trainer.objectives}
+  return {name: opened[own] for name, own in data_of.items()}
 
 
 def lock_folder(folder: RunFolder) -> None:
@@ -200,20 +203,23 @@ def open_checkpoints(cfg: Config, folder: RunFolder, report: Report) -> Checkpoi
 
 
 def open_local_checkpoints(
-  trainer: Trainer, folder: RunFolder, checkpoints: Checkpoints | None, report: Report
+  cfg: Config,
+  program: Program,
+  folder: RunFolder,
+  checkpoints: Checkpoints | None,
+  report: Report,
 ) -> LocalCheckpoints | None:
   """Identify the run, and open the checkpoints on local disks; None if they are disabled."""
-  cfg = trainer.cfg.checkpoint
   if checkpoints is None:
     return None
   run_id = identify_run(folder, checkpoints)
-  if not cfg.local_checkpoint_directory:
+  if not cfg.checkpoint.local_checkpoint_directory:
     return None
-  return LocalCheckpoints(cfg, run_id, trainer.abstract_state, report)
+  return LocalCheckpoints(cfg.checkpoint, run_id, program.abstract_state, report)
 
 
 def restore(
-  trainer: Trainer, checkpoints: Checkpoints | None, local: LocalCheckpoints | None
+  program: Program, checkpoints: Checkpoints | None, local: LocalCheckpoints | None
 ) -> Restored | None:
   """Restore the latest checkpoint, from local checkpoints if those are newer."""
   if checkpoints is None:
@@ -223,20 +229,23 @@ def restore(
     if restored is not None:
       checkpoints.remove_unfinished()
       return restored
-  return checkpoints.restore(trainer.abstract_state)
+  return checkpoints.restore(program.abstract_state)
 
 
-def first_state(trainer: Trainer, restored: Restored | None, console: Console) -> TrainState:
+def first_state(
+  cfg: Config, program: Program, restored: Restored | None, console: Console
+) -> TrainState:
   """The state before the first step of this process."""
+  seed = cfg.run.init_weights_seed
   if restored is None:
     params = None
-    if trainer.cfg.checkpoint.load_parameters_path:
-      params = read_parameters(trainer)
-    return trainer.init_state(params)
+    if cfg.checkpoint.load_parameters_path:
+      params = read_parameters(cfg, program)
+    return program.init(seed, params)
   state, data_state, step = restored
   if data_state is None:
     console.print("starting from the weights of step 0, with a new optimizer state")
-    return trainer.init_state(state["params"])
+    return program.init(seed, state["params"])
   console.print(f"resuming from the checkpoint of step {step}")
   return state
 
@@ -272,24 +281,28 @@ def open_best_loss(
 
 
 def open_callbacks(
-  trainer: Trainer, others: Sequence[Callback], writers: Writers, first_step: int
+  cfg: Config,
+  program: Program,
+  others: Sequence[Callback],
+  writers: Writers,
+  first_step: int,
 ) -> list[Callback]:
   """Start the callbacks of the config, and `others`."""
-  cfg = trainer.cfg
   callbacks = [CALLBACKS[name]() for name in cfg.run.callbacks]
   callbacks += others
-  context = CallbackContext(cfg, run_folder(cfg).directory, trainer, writers, first_step)
+  context = CallbackContext(cfg, run_folder(cfg).directory, program, writers, first_step)
   for callback in callbacks:
     callback.on_start(context)
   return callbacks
 
 
-def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Console) -> Writers:
+def open_writers(
+  cfg: Config, program: Program, folder: RunFolder, done: int, console: Console
+) -> Writers:
   """Open the writers of process 0, which drop rows after step `done`."""
-  cfg = trainer.cfg
   if jax.process_index() > 0:
     return Writers([])
-  objectives = [objective.name for objective in trainer.objectives]
+  objectives = [objective.name for objective in program.objectives]
   writers: list[Writer] = [JsonlWriter(folder.metrics, done, METRICS)]
   if isinstance(console, JsonConsole):
     writers.append(JsonConsoleWriter(console))
@@ -304,7 +317,7 @@ def open_writers(trainer: Trainer, folder: RunFolder, done: int, console: Consol
     )
     writers.append(endpoint)
   expert_load = None
-  if trainer.is_moe:
+  if cfg.model.family.is_moe:
     expert_load = JsonlWriter(folder.expert_load, done, EXPERT_LOAD)
   trackers = open_trackers(cfg, folder, done)
   return Writers(
@@ -345,26 +358,26 @@ def _wandb_values(cfg: Config) -> dict[str, object]:
   return values
 
 
-def open_trained(cfg: Config) -> tuple[Trainer, PyTree]:
-  """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (trainer, parameters).
+def open_trained(cfg: Config) -> tuple[Program, PyTree]:
+  """Load the checkpoint `load_checkpoint` of the run named by `cfg`: (program, parameters).
 
   The parameters are their moving averages if the run keeps them.
   """
-  trainer, params, averages, _ = open_weights(cfg)
+  program, params, averages, _ = open_weights(cfg)
   if averages is not None:
     params = averages
-  return trainer, params
+  return program, params
 
 
-def open_weights(cfg: Config) -> tuple[Trainer, PyTree, PyTree, int]:
-  """Load a checkpoint: (trainer, parameters, their moving averages or None, step)."""
-  trainer = open_saved_trainer(cfg)
+def open_weights(cfg: Config) -> tuple[Program, PyTree, PyTree, int]:
+  """Load a checkpoint: (program, parameters, their moving averages or None, step)."""
+  program = open_saved_program(cfg)
   folder = run_folder(cfg)
   checkpoints = Checkpoints(
     cfg.checkpoint, folder.checkpoints, print_to_stderr, cfg.model, cfg.run.allow_changes
   )
   checkpoints.run_id = folder.saved_run_id()
-  state = trainer.abstract_state
+  state = program.abstract_state
   wanted = {"params": state.params}
   if state.ema is not None:
     wanted["ema"] = state.ema
@@ -372,4 +385,4 @@ def open_weights(cfg: Config) -> tuple[Trainer, PyTree, PyTree, int]:
   with report_wait("reading the checkpoint"):
     parts, step = checkpoints.restore_parts(wanted, which)
   averages = averaged_params(state.replace(**parts))
-  return trainer, parts["params"], averages, step
+  return program, parts["params"], averages, step

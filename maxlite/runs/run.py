@@ -24,19 +24,19 @@ from maxlite.runs.open_run import (
   open_checkpoints,
   open_local_checkpoints,
   open_objective_data,
-  open_trainer,
-  open_trainer_data,
+  open_program,
+  open_run_data,
   open_writers,
   restore,
   save_config,
 )
 from maxlite.runs.run_report import PlotImport, finalize, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
-from maxlite.step.train_state import TrainState
 from maxlite.training.callbacks import Callback
 from maxlite.training.loop import LoopContext, TrainResult, train
+from maxlite.training.program import Program, inputs_hash
 from maxlite.training.step_log import StepLog
-from maxlite.training.trainer import Trainer
+from maxlite.training.trainer import open_trainer
 
 
 def run_training(cfg: Config) -> int:
@@ -50,7 +50,7 @@ def run_training(cfg: Config) -> int:
       raise SystemExit(1) from error
 
 
-def train_model(cfg: Config, callbacks: Sequence[Callback] = ()) -> tuple[Trainer, TrainResult]:
+def train_model(cfg: Config, callbacks: Sequence[Callback] = ()) -> tuple[Program, TrainResult]:
   """Train to the last step, resuming from the latest checkpoint.
 
   Raises:
@@ -63,88 +63,86 @@ def train_model(cfg: Config, callbacks: Sequence[Callback] = ()) -> tuple[Traine
 
 def _run(
   cfg: Config, callbacks: Sequence[Callback], stack: contextlib.ExitStack
-) -> tuple[Trainer, TrainResult]:
+) -> tuple[Program, TrainResult]:
   """The life of a run; `stack` closes what it opens."""
   console = open_console(quiet=jax.process_index() > 0, log_format=cfg.observe.log_format)
   timer = Stopwatch()
   stack.enter_context(timer.report_waits(console.print))
   timer.start("reading devices, and shapes of the model")
-  trainer = open_trainer(cfg)
+  program = open_program(cfg)
   folder = run_folder(cfg)
   timer.start("opening the data")
   changes = folder.config_changes(flatten(cfg))
-  data = open_trainer_data(trainer)
-  data_by_objective = open_objective_data(trainer, data)
+  data = open_run_data(cfg, program)
+  data_by_objective = open_objective_data(cfg, program, data)
   checkpoints = open_checkpoints(cfg, folder, console.print)
   lock_folder(folder)
   stack.callback(folder.unlock)
-  local_checkpoints = open_local_checkpoints(trainer, folder, checkpoints, console.print)
+  local_checkpoints = open_local_checkpoints(cfg, program, folder, checkpoints, console.print)
   timer.start("looking for a checkpoint, and reading it")
-  restored = restore(trainer, checkpoints, local_checkpoints)
+  restored = restore(program, checkpoints, local_checkpoints)
   timer.start("opening the batches")
-  streams = TrainStreams(data_by_objective, trainer.inputs_hash)
+  streams = TrainStreams(data_by_objective, inputs_hash(program))
   stack.callback(streams.close)
-  done = 0
-  data_state = None
-  if restored is not None:
-    _, data_state, done = restored
-    if data_state is not None:
-      streams.restore(data_state)
+  _, data_state, done = restored or (None, None, 0)
+  if data_state is not None:
+    streams.restore(data_state)
   best = open_best_loss(cfg, folder, done, data, checkpoints)
-  log_header(trainer, data, data_by_objective, changes, done, console)
+  log_header(cfg, program, data, data_by_objective, changes, done, console)
   if restored is not None and (done >= cfg.run.steps or best.stop_reason):
-    return trainer, report_finished(cfg, folder, restored, best, console)
+    return program, report_finished(cfg, folder, restored, best, console)
   with timer.during("compile"):
-    trainer.step_programs.start_compiling()
-  for line in trainer.step_programs.describe():
+    compilation = program.compile()
+  for line in program.describe():
     console.print(line)
   save_config(cfg, folder, changes)
   timer.start("initializing the weights, while a thread compiles the step")
-  state = first_state(trainer, restored, console)
+  state = first_state(cfg, program, restored, console)
   timer.start("opening metrics and callbacks")
   logged = read_rows(folder.metrics, METRICS)  # before the writers drop the rows after `done`
   timer.resume(logged, done)
-  writers = open_writers(trainer, folder, done, console)
+  writers = open_writers(cfg, program, folder, done, console)
   stack.callback(writers.close)
-  callbacks = [*open_callbacks(trainer, callbacks, writers, done + 1), PlotImport()]
+  callbacks = [*open_callbacks(cfg, program, callbacks, writers, done + 1), PlotImport()]
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
   context = LoopContext(
-    trainer=trainer,
+    trainer=open_trainer(cfg, program, state),
     checkpoints=checkpoints,
-    log=StepLog(trainer, writers, timer, best, callbacks, data_state),
+    log=StepLog(cfg, program, writers, timer, best, callbacks, data_state),
     profiler=profiler,
-    evaluate=build_evaluation(trainer, data),
+    evaluate=build_evaluation(cfg, program, data),
     timer=timer,
-    replica_check=_open_replica_check(trainer),
+    replica_check=_open_replica_check(cfg, program),
     local_checkpoints=local_checkpoints,
     callbacks=callbacks,
   )
-  result = _train_and_save(context, checkpoints, state, streams, first_step=done + 1)
+  with timer.during("compile"):
+    compilation.result()
+  result = _train_and_save(context, checkpoints, streams, first_step=done + 1)
   if local_checkpoints is not None:
     local_checkpoints.remove()
   for callback in callbacks:
     callback.on_end(result.step, result.reason)
-  finalize(trainer, folder, result, streams, writers, console, timer)
-  return trainer, result
+  finalize(cfg, program, folder, result, streams, writers, console, timer)
+  return program, result
 
 
-def _open_replica_check(trainer: Trainer) -> ReplicaCheck | None:
-  if not trainer.cfg.observe.replica_check_period:
+def _open_replica_check(cfg: Config, program: Program) -> ReplicaCheck | None:
+  if not cfg.observe.replica_check_period:
     return None
-  return ReplicaCheck(trainer.abstract_state)
+  return ReplicaCheck(program.abstract_state)
 
 
 def _train_and_save(
   context: LoopContext,
   checkpoints: Checkpoints | None,
-  state: TrainState,
   stream: TrainStreams,
   first_step: int,
 ) -> TrainResult:
   """Train, and wait until all checkpoints are written."""
   try:
-    return train(context, state, stream, first_step, context.trainer.cfg.run.steps)
+    return train(context, stream, first_step, context.trainer.cfg.run.steps)
   finally:
     # After an error in one of several processes, waiting for the others would be a deadlock.
     can_wait = jax.process_count() == 1 or sys.exception() is None

@@ -29,11 +29,12 @@ from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.callbacks import Callback
 from maxlite.training.loop import TrainResult
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program, parameter_sizes
 
 
 def log_header(
-  trainer: Trainer,
+  cfg: Config,
+  program: Program,
   data: DataLoader,
   data_by_objective: dict[str, DataLoader],
   changes: Changes | None,
@@ -41,18 +42,18 @@ def log_header(
   console: Console,
 ) -> None:
   """Print devices, config changes since the last start, up to step `done`, model and data."""
-  console.print(_describe_devices(trainer))
-  options = describe_options(trainer.compiler_options, trainer.sharder.platform)
-  for line in (*describe_changes(trainer.cfg), *options):
+  console.print(_describe_devices(program))
+  options = describe_options(program.compiler_options, program.sharder.platform)
+  for line in (*describe_changes(cfg), *options):
     console.print(f"  {line}")
   if changes:
     for name, (before, now) in changes.items():
       console.print(f"  since the last start: {name}={show(now)} (was {show(before)})")
-    for line in describe_rates(trainer.cfg, changes, done):
+    for line in describe_rates(cfg, changes, done):
       console.print(line)
-  console.print(_describe_model(trainer))
-  for transform in trainer.transforms:
-    for line in transform.describe():
+  console.print(_describe_model(program))
+  for feature in program.features:
+    for line in feature.describe(cfg):
       console.print(line)
   lines = describe_data("data", data)
   for name, each in data_by_objective.items():
@@ -87,17 +88,17 @@ def describe_rates(cfg: Config, changes: Changes, done: int) -> list[str]:
   return [line]
 
 
-def _describe_devices(trainer: Trainer) -> str:
-  device = trainer.mesh.devices.flat[0]
-  degrees = [f"{axis}={size}" for axis, size in trainer.mesh.shape.items() if size > 1]
+def _describe_devices(program: Program) -> str:
+  device = program.mesh.devices.flat[0]
+  degrees = [f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1]
   mesh = " x ".join(degrees) or "no sharding"
   versions = f"maxlite {__version__}, jax {jax.__version__}"
-  return f"{versions}: {trainer.mesh.size} x {device.device_kind}, {mesh}"
+  return f"{versions}: {program.mesh.size} x {device.device_kind}, {mesh}"
 
 
-def _describe_model(trainer: Trainer) -> str:
-  model = trainer.cfg.model
-  sizes = trainer.parameter_sizes
+def _describe_model(program: Program) -> str:
+  model = program.spec.model
+  sizes = parameter_sizes(program)
   line = (
     f"model: {model.decoder_block}, {sum(sizes.values()):,} parameters, "
     f"{active_parameter_count(sizes, model):,} active per token"
@@ -106,11 +107,11 @@ def _describe_model(trainer: Trainer) -> str:
   if attending:
     first = attending[0]
     backend = attention_backend(
-      model, trainer.sharder, first.head_channels, has_sinks=first.has_sinks
+      model, program.sharder, first.head_channels, has_sinks=first.has_sinks
     )
     line += f"; attention by {backend}"
-  if trainer.is_moe:
-    line += f", experts by {build_experts(model, trainer.sharder).backend}"
+  if model.family.is_moe:
+    line += f", experts by {build_experts(model, program.sharder).backend}"
   if model.quantization:
     line += f", products in {model.quantization} (of experts by ragged_dot)"
   return line
@@ -149,7 +150,8 @@ def report_finished(
 
 
 def finalize(
-  trainer: Trainer,
+  cfg: Config,
+  program: Program,
   folder: RunFolder,
   result: TrainResult,
   stream: TrainStreams,
@@ -159,14 +161,14 @@ def finalize(
 ) -> None:
   """Print why training ended, its goodput and data; draw the plots; print the parameters' hash."""
   if result.reason:
-    console.print(_describe_stop(trainer.cfg, result))
+    console.print(_describe_stop(cfg, result))
   console.print(describe_goodput(timer.row()))
   for line in stream.describe():
     console.print(line)
   parameters = tree_hash(result.state.params)
   if jax.process_index() > 0:
     return
-  plots = _draw_plots(trainer, folder, result.step)
+  plots = _draw_plots(program, folder, result.step)
   for tracker in writers.trackers:
     for plot in plots:
       tracker.write_image(plot, result.step)
@@ -197,7 +199,7 @@ class PlotImport(Callback):
     threading.Thread(target=importlib.import_module, args=(plots,), daemon=True).start()
 
 
-def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:
+def _draw_plots(program: Program, folder: RunFolder, step: int) -> list[Path]:
   """Draw the plots of a run after `step`; returns their files."""
   from maxlite.metrics.plots import curves  # slow to import
 
@@ -206,6 +208,6 @@ def _draw_plots(trainer: Trainer, folder: RunFolder, step: int) -> list[Path]:
   if folder.expert_load.exists():
     curves.draw_expert_load(folder.expert_load, folder.expert_map)
     plots.append(folder.expert_map)
-  for transform in trainer.transforms:
-    plots += transform.draw(folder, step)
+  for feature in program.features:
+    plots += feature.draw(folder, step)
   return plots

@@ -31,6 +31,7 @@ class GradientResult(NamedTuple):
   loss: jax.Array
   metrics: Metrics
   collections: PyTree  # After the forward pass.
+  apply: jax.Array | None = None  # Whether the update may be applied; None: it may.
 
 
 # (trained parameters, frozen parameters, collections, inputs, random key of this step) -> result.

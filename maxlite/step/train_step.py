@@ -89,6 +89,32 @@ def join_parts(parts: StepParts) -> Step:
   return train_step
 
 
+def repeat_on_batch(step: Step, num_times: int) -> Step:
+  """Make a step that takes `step` several times on one batch, with other random numbers each time.
+
+  It counts as one step; the metrics are those of the last time.
+  """
+  if num_times == 1:
+    return step
+
+  def repeated(state: TrainState, batch: PyTree) -> StepResult:
+    first = state.step
+    rng = state.rng
+
+    def once(state: TrainState, time: jax.Array) -> tuple[PyTree, Metrics]:
+      key = jax.random.fold_in(jax.random.wrap_key_data(rng), time)
+      state = state.replace(step=first, rng=jax.random.key_data(key))
+      return step(state, batch)
+
+    times = jnp.arange(num_times)
+    state, metrics_N = jax.lax.scan(once, state, times)
+    metrics = jax.tree.map(lambda values_N: values_N[-1], metrics_N)
+    state = state.replace(rng=rng)
+    return state, metrics
+
+  return repeated
+
+
 def step_key(state: TrainState) -> jax.Array:
   """The random key of the step that is due."""
   return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -157,7 +183,7 @@ class _Update:
       metrics["learning_rate"] = self.learning_rate(state)
     if self.check_zero is not None:
       metrics[ZERO_GRADIENTS] = _zero_gradients(gradients, self.check_zero(state))
-    finite, state = _check_finite(self.skip, state, result.loss, gradients, metrics)
+    finite, state = _check_finite(self.skip, state, result, metrics)
     trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
     if self.post_update is not None:
       changed = self.post_update(merge(trained, frozen), metrics, finite)
@@ -175,16 +201,17 @@ class _Update:
 def _check_finite(
   skip: SkipRule | None,
   state: TrainState,
-  loss: jax.Array,
-  gradients: PyTree,
+  result: GradientResult,
   metrics: Metrics,
 ) -> tuple[jax.Array, TrainState]:
   """(whether to apply the update, state with skipped steps counted); adds to the metrics."""
   if skip is None:
     return jnp.array(True), state
-  finite = jnp.isfinite(loss)
+  finite = jnp.isfinite(result.loss)
+  if result.apply is not None:
+    finite &= result.apply
   if skip.grad_norm:
-    metrics["grad_norm"] = global_norm(gradients)
+    metrics["grad_norm"] = global_norm(result.gradients)
     finite &= jnp.isfinite(metrics["grad_norm"])
   if skip.freeze_after is not None:
     finite &= state.skipped_in_a_row < skip.freeze_after

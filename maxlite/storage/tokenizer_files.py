@@ -80,7 +80,7 @@ def copy_tokenizer(values: Mapping[str, object], folder: Path) -> bool:
 def _main_file(values: Mapping[str, object]) -> str:
   """The name of the copy of the file at tokenizer_path; plug-ins read files of any name."""
   path = str(values["tokenizer_path"])
-  return MAIN_FILES.get(values["tokenizer_type"], path.rpartition("/")[2])
+  return MAIN_FILES.get(str(values["tokenizer_type"]), path.rpartition("/")[2])
 
 
 def _copy_files(main: Path | None, main_name: str, template: str, target: Path) -> None:

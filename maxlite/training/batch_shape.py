@@ -2,13 +2,13 @@
 
 import math
 
-from maxlite.config.schema import DataConfig, TrainingConfig
+from maxlite.config.schema import DataConfig
 from maxlite.errors import UserError
 from maxlite.sharding import Sharder
 
 
-def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) -> tuple[int, int]:
-  """(rows over all devices, positions) of a batch.
+def batch_shape(data: DataConfig, num_micro: int, sharder: Sharder) -> tuple[int, int]:
+  """(rows over all devices, positions) of a batch of `num_micro` micro-batches.
 
   Raises:
     UserError: rows or positions do not divide by the mesh and the micro-batches.
@@ -17,7 +17,7 @@ def batch_shape(data: DataConfig, training: TrainingConfig, sharder: Sharder) ->
     data,
     num_devices=sharder.mesh.size,
     num_shards=sharder.num_shards("activation_batch"),
-    num_micro=training.gradient_accumulation_steps,
+    num_micro=num_micro,
   )
   num_shards = sharder.num_shards("activation_length")
   _check_length("max_target_length", data.max_target_length, num_shards)

@@ -7,7 +7,7 @@ from maxlite.config import Config
 from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
 from maxlite.step.train_state import TrainState
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class CallbackContext:
 
   cfg: Config
   folder: Path
-  trainer: Trainer
+  program: Program
   # The writers of rows; `writers.trackers` also take text and images.
   writers: Writers
   # The first step of this process; after 1 if the run is resumed.

@@ -21,22 +21,22 @@ from maxlite.training.step_log import Log, due
 
 
 class LoopTrainer(Protocol):
-  """A Trainer, or the adapter of an ensemble."""
+  """A `Trainer`, or the members of an ensemble."""
 
   @property
   def cfg(self) -> Config: ...
 
   @property
-  def train_step(self) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """(state, batch) -> (state, metrics); donates the state."""
+  def state(self) -> PyTree:
+    """The state after the steps taken so far."""
 
-  def next_batch(self, stream: Any, state: PyTree) -> PyTree:
+  def next_batch(self, stream: Any) -> PyTree:
     """The batch of the next step."""
 
-  def confirm(self, state: PyTree) -> PyTree:
-    """The state after the steps taken so far; until then it may be provisional.
+  def step(self, batch: PyTree) -> PyTree:
+    """Take a step, which donates the state; return its metrics, which may still be computed.
 
-    The metrics of the latest step may be provisional too, until the next step or this call.
+    They are final after the next step, or after reading `state`.
     """
 
 
@@ -92,7 +92,7 @@ class _Stop:
 
 
 def train(
-  context: LoopContext, state: PyTree, stream: BatchStream, first_step: int, last_step: int
+  context: LoopContext, stream: BatchStream, first_step: int, last_step: int
 ) -> TrainResult:
   """Take steps `first_step` to `last_step`; stop early on a signal, a plateau or divergence."""
   trainer = context.trainer
@@ -111,62 +111,55 @@ def train(
       watchdog.expect_step(step)
       context.profiler.before_step()
       with timer.during("data"):
-        batch = trainer.next_batch(stream, state)
-      state, metrics = trainer.train_step(state, batch)
+        batch = trainer.next_batch(stream)
+      metrics = trainer.step(batch)
       timer.switch(STEP)  # the first call returns after compilation
       context.profiler.after_step(metrics)
       log.add(step, metrics)
-      saves_by_time = save_clock.is_checked(step) and save_clock.agree_if_due(log)
-      if is_last or saves_by_time or _is_state_read(trainer.cfg, step):
-        state = trainer.confirm(state)
-      difference = _replica_difference(context, step, state)
+      saves_by_time = False
+      if save_clock.is_checked(step):
+        _settle(context)  # no step runs while the processes communicate
+        saves_by_time = save_clock.agree_if_due()
+      difference = _replica_difference(context, step)
       if difference:
-        log.settle()
+        state = _settle(context)
         return TrainResult(state, step, difference, exit_code=1, is_saved=False)
-      _evaluate_if_due(context, watchdog, state, step, is_last=is_last)
+      _evaluate_if_due(context, watchdog, step, is_last=is_last)
       stop = _find_stop(log, signals.after(step), is_last=is_last)
       ends = is_last or bool(stop.reason)
-      if ends:
-        state = trainer.confirm(state)
       saver = _due_checkpoints(context, step, at_once=ends or saves_by_time)
       if saver is not None:
-        _save(context, saver, watchdog, state, stream, step)
+        _save(context, saver, watchdog, stream, step)
         save_clock.restart()
       if stop.reason:
         break
-    log.settle()
+    state = _settle(context)
     result = TrainResult(state, step, stop.reason, stop.exit_code)
     return _with_late_signal(result, signals.after_last())
 
 
-def _is_state_read(cfg: Config, step: int) -> bool:
-  """Whether more than the next step may read the state after this one."""
-  periods = (
-    cfg.observe.replica_check_period,
-    cfg.observe.eval_interval,
-    cfg.checkpoint.checkpoint_period,
-    cfg.checkpoint.local_checkpoint_period,
-  )
-  return any(due(step, period) for period in periods)
+def _settle(context: LoopContext) -> PyTree:
+  """Wait for the steps taken so far, write the row of the last one, and return the state."""
+  state = context.trainer.state  # reading it makes the metrics final
+  context.log.settle()
+  return state
 
 
-def _replica_difference(context: LoopContext, step: int, state: PyTree) -> str:
+def _replica_difference(context: LoopContext, step: int) -> str:
   """How the replicas of the state differ, if they are compared after this step; empty if equal."""
   check = context.replica_check
   if check is None or not due(step, context.trainer.cfg.observe.replica_check_period):
     return ""
-  return check.difference(state)
+  return check.difference(context.trainer.state)
 
 
-def _evaluate_if_due(
-  context: LoopContext, watchdog: Watchdog, state: PyTree, step: int, *, is_last: bool
-) -> None:
+def _evaluate_if_due(context: LoopContext, watchdog: Watchdog, step: int, *, is_last: bool) -> None:
   evaluate = context.evaluate
   if evaluate is None:
     return
   if is_last or due(step, context.trainer.cfg.observe.eval_interval):
     watchdog.expect(f"the evaluation after step {step}")
-    context.log.settle(functools.partial(evaluate, state))
+    context.log.settle(functools.partial(evaluate, context.trainer.state))
 
 
 def _find_stop(log: Log, received: signal.Signals | None, *, is_last: bool) -> _Stop:
@@ -199,9 +192,8 @@ class SaveClock:
     """Whether all processes call `agree_if_due` after `step`."""
     return self._seconds > 0 and due(step, self._check_period)
 
-  def agree_if_due(self, log: Log) -> bool:
+  def agree_if_due(self) -> bool:
     """Whether process 0 wants to save."""
-    log.settle()  # no step runs while the processes communicate
     has_passed = self._clock() - self._since >= self._seconds
     return bool(all_gather_object(has_passed)[0])
 
@@ -210,13 +202,12 @@ def _save(
   context: LoopContext,
   saver: CheckpointSaver,
   watchdog: Watchdog,
-  state: PyTree,
   stream: BatchStream,
   step: int,
 ) -> None:
   """Write a checkpoint."""
   log = context.log
-  log.settle()
+  state = _settle(context)
   watchdog.expect(f"the checkpoint of step {step}")
   with context.timer.during("checkpoint"), log.paused():
     log.flush()  # a resumed run does not repeat the rows before its checkpoint
@@ -239,7 +230,7 @@ def _due_checkpoints(context: LoopContext, step: int, *, at_once: bool) -> Check
 
 
 def _with_late_signal(result: TrainResult, received: signal.Signals | None) -> TrainResult:
-  """Have a signal during the last checkpoint end what follows, such as a search's next round."""
+  """Report a signal that arrived during the last checkpoint: it ends a search's next round."""
   if result.reason or received is None:
     return result
   return dataclasses.replace(result, reason=f"stopped by {received.name}", exit_code=128 + received)

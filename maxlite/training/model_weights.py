@@ -14,7 +14,7 @@ from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.run_folder import RunFolder, step_of
 from maxlite.config import Config, read_saved
 from maxlite.config.model_function import ADDED_MODULES, PRECISION, function_keys
-from maxlite.config.phases import initial_phases_of, phases_of
+from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import (
@@ -30,13 +30,13 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.metrics.writers import METRICS, read_rows
-from maxlite.optim.labels import Labels, path_of, split
-from maxlite.phases.phase_plan import PhasePlan
+from maxlite.optim.labels import Labels, labels_by_phase, path_of, split, union
 from maxlite.registry import WEIGHT_FORMATS
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.training.model_folders import ModelFolder, model_folders
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import spec_of
 
 
 class ModelWeights(abc.ABC):
@@ -48,12 +48,12 @@ class ModelWeights(abc.ABC):
   model: ModelConfig
 
   @abc.abstractmethod
-  def read(self, trainer: Trainer) -> PyTree:
-    """The parameters, sharded as those of `trainer`, which is of the same model."""
+  def read(self, program: Program) -> PyTree:
+    """The parameters, sharded as those of `program`, which is of the same model."""
 
-  def read_averages(self, trainer: Trainer) -> PyTree:
+  def read_averages(self, program: Program) -> PyTree:
     """The moving averages of the parameters if the folder has them, otherwise the parameters."""
-    return self.read(trainer)
+    return self.read(program)
 
 
 class RunWeights(ModelWeights):
@@ -67,17 +67,17 @@ class RunWeights(ModelWeights):
     self._cfg: Config = build(Config, read_saved(self._folder.config, command))
     self.model = self._cfg.model
 
-  def read(self, trainer: Trainer) -> PyTree:
-    return self._restore({"params": trainer.abstract_state.params})["params"]
+  def read(self, program: Program) -> PyTree:
+    return self._restore({"params": program.abstract_state.params})["params"]
 
-  def read_averages(self, trainer: Trainer) -> PyTree:
-    params = trainer.abstract_state.params
+  def read_averages(self, program: Program) -> PyTree:
+    params = program.abstract_state.params
     if not self._cfg.training.ema_decay:
-      return self.read(trainer)
+      return self.read(program)
     trained: Labels = None
     if self._cfg.phasing.phases:
-      plan = PhasePlan(phases_of(self._cfg), initial_phases_of(self._cfg), params)
-      trained = plan.trained
+      regexes = {phase.name: phase.train for phase in phases_of(self._cfg)}
+      trained = union(labels_by_phase(params, regexes).values())
 
     def wide(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
       return leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32))
@@ -85,7 +85,7 @@ class RunWeights(ModelWeights):
     averaged, _ = split(params, trained)
     ema = jax.tree.map(wide, averaged)
     parts = self._restore({"params": params, "ema": ema})
-    return averaged_params(trainer.abstract_state.replace(**parts))
+    return averaged_params(program.abstract_state.replace(**parts))
 
   def _restore(self, parts: dict[str, PyTree]) -> dict[str, PyTree]:
     directory = self._folder.checkpoints
@@ -124,8 +124,8 @@ def checkpoint_step(folder: RunFolder, which: str) -> int | None:
   )
 
 
-def read_parameters(trainer: Trainer) -> PyTree:
-  """The parameters at load_parameters_path, sharded and typed as those of `trainer`.
+def read_parameters(cfg: Config, program: Program) -> PyTree:
+  """The parameters at load_parameters_path, sharded and typed as those of `program`.
 
   Reports the keys in which the models differ although their parameters have the same shapes.
 
@@ -133,23 +133,23 @@ def read_parameters(trainer: Trainer) -> PyTree:
     UserError: there is no such folder, or its model has other shapes.
   """
   key = "load_parameters_path"
-  path = trainer.cfg.checkpoint.load_parameters_path
+  path = cfg.checkpoint.load_parameters_path
   folder, *others = model_folders(key, path)
-  which = trainer.cfg.checkpoint.load_checkpoint
+  which = cfg.checkpoint.load_checkpoint
   if folder.format != "run" and which != "latest":
     raise UserError(f"load_checkpoint={which}: {path} is not a run folder; remove the key")
   if others:
     raise UserError(f"{key}={path} is an ensemble: name a folder in its members/")
-  devices = list(trainer.mesh.devices.flat)
-  weights, other = open_weights_of(folder, trainer.cfg, devices)
-  wanted = trainer.abstract_state.params
+  devices = list(program.mesh.devices.flat)
+  weights, other = open_weights_of(folder, cfg, devices)
+  wanted = program.abstract_state.params
   found = add_missing_modules(other.abstract_state.params, wanted)
   if _shapes(found) != _shapes(wanted):
     raise UserError(
       f"{key}={path} has a model of other shapes: set the model's keys as there, or write {key}="
     )
   if jax.process_index() == 0:
-    _report_differences(f"{key}={path}", weights.model, trainer.cfg.model)
+    _report_differences(f"{key}={path}", weights.model, cfg.model)
   types = {path: leaf.dtype for path, leaf in leaves_by_path(wanted).items()}
 
   def typed(key_path: tuple, leaf: jax.Array) -> jax.Array:
@@ -180,10 +180,10 @@ def _report_differences(source: str, saved: ModelConfig, model: ModelConfig) -> 
 
 def open_weights_of(
   folder: ModelFolder, reader: Config, devices: Sequence[jax.Device]
-) -> tuple[ModelWeights, Trainer]:
-  """The weights in `folder`, and a trainer of their model on the mesh and batches of a run.
+) -> tuple[ModelWeights, Program]:
+  """The weights in `folder`, and a program of their model on the mesh and batches of a run.
 
-  The trainer has the types of the stored weights, and computes in those of the run.
+  The program has the types of the stored weights, and computes in those of the run.
 
   Args:
     reader: the config of the run that reads them.
@@ -202,4 +202,4 @@ def open_weights_of(
   without_data = dataclasses.replace(cfg.data, dataset_type="synthetic", packing=True)
   checked = dataclasses.replace(cfg, model=without_drafts, data=without_data)
   check_rules(checked, dict.fromkeys(DEFAULTS, str(folder.path)), needs_data=False)
-  return weights, build_trainer(cfg, devices)
+  return weights, build_program(spec_of(cfg), devices)

@@ -18,7 +18,7 @@ from maxlite.metrics.writers import Writers
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
-from maxlite.training.trainer import Trainer
+from maxlite.training.program import Program, step_flops
 
 TOTAL_TOKENS = "total_tokens"  # in rows, and in checkpoints
 
@@ -141,7 +141,8 @@ class StepLog(Log):
 
   def __init__(
     self,
-    trainer: Trainer,
+    cfg: Config,
+    program: Program,
     writers: Writers,
     timer: Stopwatch | None = None,
     best: BestLoss | None = None,
@@ -150,26 +151,23 @@ class StepLog(Log):
   ):
     """
     Args:
-      trainer: that of the run.
-      writers: those of the rows.
+      cfg: the config of the run.
+      program: the program that takes its steps.
+      writers: write the rows.
       timer: attributes time to activities.
       best: the lowest held-out loss so far.
       callbacks: called with every row.
       data_state: the position of the data in the checkpoint that the run continues.
     """
-    super().__init__(trainer.cfg, [writers], list(trainer.mesh.devices.flat))
+    super().__init__(cfg, [writers], list(program.mesh.devices.flat))
     self._total_tokens = [total_tokens(data_state)]
     self.best = best or self.best
     self._callbacks = callbacks
-    self._transforms = trainer.transforms
-    self._programs = trainer.step_programs
-    self._flops = []  # Of a step, by program.
-    for program in self._programs.programs:
-      objective = trainer.objectives[program.objective]
-      self._flops.append(trainer.flops_of(objective, program.batch_shape))
+    self._program = program
+    self._flops = [step_flops(program, kind) for kind in program.kinds]
     self._timer = timer or Stopwatch(STEP)
     self._settled = self._since  # When the latest step ended.
-    self._program = 0  # The index of the program that took it.
+    self._kind = 0  # The index of its kind.
     self._skipped_in_a_row = 0
 
   @property
@@ -179,10 +177,10 @@ class StepLog(Log):
     return describe_divergence(self._skipped_in_a_row)
 
   def _count_step(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
-    """Count a step for the speed of its program: of its phase, or of its batch's shape."""
-    program = self._programs.index_of(step, metrics)
-    if program != self._program:
-      self._program = program
+    """Count a step for the speed of its kind: of its phase, or of its batch's shape."""
+    kind = self._program.kind_of(step, metrics)
+    if kind != self._kind:
+      self._kind = kind
       self._since = self._settled
       self._steps_since = 0
     self._settled = time.perf_counter()
@@ -197,9 +195,9 @@ class StepLog(Log):
     evaluation: Callable[[], dict[str, float]] | None,
   ) -> None:
     seconds = self._step_seconds(self._settled)
-    row = self._row(step, metrics, seconds, self._flops[self._program])
-    for transform in self._transforms:
-      row |= transform.add_to_row(row)
+    row = self._row(step, metrics, seconds, self._flops[self._kind])
+    for feature in self._program.features:
+      row |= feature.add_to_row(row)
     if evaluation:
       with self._timer.during("evaluation"):
         row |= evaluation()

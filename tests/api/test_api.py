@@ -9,8 +9,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from tiny import KEYS
-from tiny_run import STEPS, assert_equals_uninterrupted, empty_plots, keys_in, shared_programs
+from support.tiny import KEYS
+from support.tiny_run import (
+  STEPS,
+  assert_equals_uninterrupted,
+  empty_plots,
+  keys_in,
+  shared_programs,
+)
 
 import maxlite
 from maxlite.api.arguments import change_config

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import empty_plots, shared_programs
+from support.tiny_run import empty_plots, shared_programs
 
 from maxlite import registry
 

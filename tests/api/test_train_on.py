@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_run import STEPS
+from support.tiny_run import STEPS
 
 import maxlite
-from maxlite.runs.open_run import open_trainer_data
+from maxlite.runs.open_run import open_run_data
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +18,9 @@ def run(finished):
 
 def test_it_takes_the_steps_of_a_run(run):
   """Batches of the run's own stream, from its first parameters, give its last ones to the bit."""
-  start = dataclasses.replace(run, step=0, params=run.trainer.init_state().params)
+  start = dataclasses.replace(run, step=0, params=run.program.init(0).params)
   first = jax.device_get(start.params)
-  stream = open_trainer_data(run.trainer).train_stream()
+  stream = open_run_data(run.config, run.program).train_stream()
   after, rows = start.train_on(next(stream) for _ in range(STEPS))
   assert after.step == STEPS
   jax.tree.map(np.testing.assert_array_equal, after.params, run.params)

@@ -16,10 +16,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from corruption import corrupted
 from flax import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.corruption import corrupted
 
 from maxlite.checkpoint import manager, repeated_read
 from maxlite.checkpoint.checksum import tree_hash

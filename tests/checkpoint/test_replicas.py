@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corruption import corrupted
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.corruption import corrupted
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.replicas import ReplicaCheck

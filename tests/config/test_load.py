@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from maxlite.config import load_config, yaml_files
 from maxlite.config.command_line import CommandLine
-from maxlite.config.load import read_layers
+from maxlite.config.load import read_settings
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, KEYS, Config, flatten
 from maxlite.config.values import Setting, domain, parse
@@ -57,24 +57,20 @@ def test_precedence_of_sources(kept, tmp_path, presets):
   assert load_config(argv).run.steps == expected
 
 
-def test_layers_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
+def test_settings_are_a_list_from_the_weakest_to_the_strongest(tmp_path, presets):
   (tmp_path / "base.yml").write_text("steps: 10\n")
   (tmp_path / "own.yml").write_text("base_config: base.yml\nsteps: 20\n")
   (presets / "small.yml").write_text("steps: 30\ndtype: bfloat16\n")
   argv = ["--steps=50", "steps=40", "model_name=small", str(tmp_path / "own.yml")]
-  layers = []
-  for layer in read_layers(CommandLine.split(argv), None, DEFAULTS):
-    raws = [(setting.name, setting.raw) for setting in layer.settings]
-    layers.append((layer.name, raws))
-  assert layers == [
-    ("how the preset is computed", [("dtype", "bfloat16")]),
-    ("base_config", [("steps", "10")]),
-    ("file", [("steps", "20")]),
-    ("preset", [("steps", "30")]),
-    ("start model", []),
-    ("imported model", []),
-    ("key=value", [("steps", "40"), ("model_name", "small")]),
-    ("--key=value", [("steps", "50")]),
+  settings = read_settings(CommandLine.split(argv), None, DEFAULTS)
+  assert [(setting.name, setting.raw) for setting in settings] == [
+    ("dtype", "bfloat16"),  # how the preset is computed, which files override
+    ("steps", "10"),
+    ("steps", "20"),
+    ("steps", "30"),
+    ("steps", "40"),
+    ("model_name", "small"),
+    ("steps", "50"),
   ]
 
 

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from maxlite.config import load_config, main_config
-from maxlite.config.maxtext_answers import answer_key, answer_value
-from maxlite.config.maxtext_keys import DOTTED, NOT_NEEDED, NOT_SUPPORTED, ONE_VALUE, OTHER_NAME
-from maxlite.config.maxtext_same_keys import OTHER_MEANING, SAME_NAME, UNSUPPORTED_VALUES, VALUES
+from maxlite.config.maxtext.answers import answer_key, answer_value, maxtext_keys
 from maxlite.config.schema import KEYS
 from maxlite.errors import UserError
 
+TABLES = maxtext_keys()
 # All keys of MaxText's src/maxtext/configs/base.yml.
 MAXTEXT_KEYS = Path(__file__).with_name("maxtext_keys.txt").read_text("utf-8").split()
 # Keys in sections, or not in base.yml, of src/maxtext/configs/post_train/.
@@ -30,19 +29,19 @@ TOKEN_FILES = [
   "packing_max_segments_per_sample",
   "reset_attention_mask",
 ]
-LACKING = list(OTHER_NAME)
-for keys in (*NOT_NEEDED.values(), *NOT_SUPPORTED.values()):
-  LACKING += keys.split()
+LACKING = list(TABLES.other_name)
+for keys in (*TABLES.not_needed.values(), *TABLES.not_supported.values()):
+  LACKING += keys
 
 
 def test_every_key_of_maxtext_is_in_one_table():
   assert len(MAXTEXT_KEYS) == 696
   assert sorted(LACKING) == sorted(set(LACKING))
   assert not set(LACKING) & KEYS.keys()
-  assert SAME_NAME.keys() <= KEYS.keys()
-  assert SAME_NAME.keys() >= OTHER_MEANING.keys()
-  assert set(MAXTEXT_KEYS) - SAME_NAME.keys() - set(LACKING) == set()
-  assert set(MAXTEXT_KEYS) & KEYS.keys() <= SAME_NAME.keys()
+  assert TABLES.same_name.keys() <= KEYS.keys()
+  assert TABLES.same_name.keys() >= TABLES.other_meaning.keys()
+  assert set(MAXTEXT_KEYS) - TABLES.same_name.keys() - set(LACKING) == set()
+  assert set(MAXTEXT_KEYS) & KEYS.keys() <= TABLES.same_name.keys()
 
 
 def test_every_key_that_maxlite_lacks_is_answered():
@@ -139,8 +138,8 @@ def test_a_scale_of_all_sizes_names_the_sizes():
 
 
 def test_a_key_with_one_value_is_not_needed_only_with_that_value():
-  assert ONE_VALUE.keys() <= set(LACKING)
-  for key, one in ONE_VALUE.items():
+  assert TABLES.one_value.keys() <= set(LACKING)
+  for key, one in TABLES.one_value.items():
     assert "is not needed: " in answer_key(key, one.capitalize())
     assert f"with one value here, {one}: " in answer_key(key, "7")
 
@@ -152,8 +151,8 @@ def test_epochs_are_answered_by_steps(key):
 
 
 def test_advice_names_keys_of_maxlite():
-  advised = [*OTHER_NAME.values(), *DOTTED.values()]
-  for table in VALUES.values():
+  advised = [*TABLES.other_name.values(), *TABLES.dotted.values()]
+  for table in TABLES.values.values():
     advised += table.values()
   for advice in advised:
     words = advice.replace("(", " ").split()
@@ -164,11 +163,11 @@ def test_advice_names_keys_of_maxlite():
 
 def test_every_value_of_maxtext_is_answered():
   values = []
-  for key, table in VALUES.items():
+  for key, table in TABLES.values.items():
     values += [(key, value) for value in table]
-  for key, table in UNSUPPORTED_VALUES.items():
+  for key, table in TABLES.unsupported_values.items():
     for words in table.values():
-      values += [(key, value) for value in words.split()]
+      values += [(key, value) for value in words]
   with pytest.raises(UserError) as error:
     load_config([f"{key}={value}" for key, value in values])
   assert len(error.value.lines) == len(values)

@@ -16,10 +16,12 @@ from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
 
 from maxlite.config import load_config, main_config
-from maxlite.config.schema import KEYS, SECTIONS
+from maxlite.config.help_text import own_keys
+from maxlite.config.schema import ENTRIES, KEYS, SECTIONS
 from maxlite.config.yaml_files import CONFIGS
 from maxlite.errors import UserError, exit_on_user_error
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUPED = "router=group_limited_greedy"
 # Arguments -> what the line must contain: the source, the key with its value, the fix.
 MISTAKES = (
@@ -62,6 +64,25 @@ MISTAKES = (
     ("dataset_mixture=[{name: a, path: nothing.txt, weight: 1}]",): (
       "a: path=[nothing.txt]",
       "write path=FILE",
+    ),
+    ("dataset_mixture=[{name: a, weight: 1, dataset_path: x}]",): ("dataset_path=x", "mean path?"),
+    ("dataset_mixture=[{name: a, weight: 1, path: x, steps: 3}]",): (
+      "dataset_mixture[0]: a: steps=3 applies to the whole run",
+      "outside of dataset_mixture",
+    ),
+    ("phases=[{name: a, train: x, until: {metric: loss, max_steps: 9, patienc: 3}}]",): (
+      "phases[0]: patienc=3 is not a key of until",
+      "did you mean patience?",
+    ),
+    ("phases=[{name: a, train: x, until: 3}]",): ("phases[0]: until=3", "a mapping"),
+    ("data_columns={message: talk}",): ("data_columns={message: talk}", "did you mean messages?"),
+    ("data_columns={messages: [a]}",): (
+      "messages needs one column",
+      "data_columns={messages: NAME}",
+    ),
+    ("data_columns={prompt: a, completion: a}",): ("two fields have one column",),
+    ("dataset_mixture=[{name: a, path: x, weight: 1, type: jsonl, columns: {messages: b}}]",): (
+      "dataset_mixture[0]: a has columns, which type=jsonl does not read",
     ),
     ("batch_size_schedule=[[0, 8, 1]]",): ("a list of [steps, number]", "[[0, 8], [1000, 16]]"),
     ("batch_size_schedule=[[1, 8]]",): ("batch_size_schedule=[[1, 8]]", "ascend from 0"),
@@ -233,6 +254,11 @@ MISTAKES = (
     ),
     ("members=[{}]", "ensemble_strategy=switched", "num_processes=2"): (
       "ensemble_strategy=switched",
+      "num_processes=1",
+    ),
+    ("members=[{}]", "ensemble_strategy=padded", "num_processes=2"): (
+      "ensemble_strategy=padded",
+      "ensemble_strategy=stacked or fused",
       "num_processes=1",
     ),
     ("quantization=int8", "sparse_matmul=false", "decoder_block=mixtral"): (
@@ -511,3 +537,16 @@ def test_a_full_disk_exits_with_one_line(capsys, error, place):
 def test_errors_of_the_program_keep_their_traceback():
   with pytest.raises(FileNotFoundError), exit_on_user_error("maxlite.train"):
     raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_help_and_the_reference_list_the_keys_of_entries(capsys, name):
+  topic = {"until": "phases"}.get(name, name)
+  with pytest.raises(SystemExit, match="0"):
+    main_config([f"--help={topic}"], "maxlite.train")
+  text = capsys.readouterr().out.partition(f"\nKeys of {name}. ")[2]
+  page = (ROOT / "docs" / "config.md").read_text("utf-8").partition(f"### Keys of `{name}`\n")[2]
+  assert text
+  for key in own_keys(ENTRIES[name]):
+    assert f"\n  {key.name}: " in text
+    assert f"| `{key.name}` |" in page.partition("\n## ")[0]

@@ -109,6 +109,22 @@ def test_a_key_without_effect_is_refused(key):
   load_config([key, *_keys(read)], command="maxlite.train", needs_data=False)
 
 
+@pytest.mark.parametrize(
+  "source",
+  [
+    "dataset_type=chat",
+    "dataset_mixture=[{name: a, path: [x], weight: 1, type: chat}]",
+    "phases=[{name: a, train: [.*], steps: 1, dataset_type: chat}]",
+  ],
+)
+def test_conversations_read_their_columns(source):
+  columns = "data_columns={messages: a}"
+  template = "chat_template_path=configs/chat/plain.jinja"
+  load_config([columns, source, template], command="maxlite.train", needs_data=False)
+  with pytest.raises(UserError, match=r"data_columns=.* has no effect; write dataset_type=chat"):
+    load_config([columns], command="maxlite.train", needs_data=False)
+
+
 def _keys(text):
   return [text] if text else []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlite.config.maxtext_same_keys import SAME_NAME
+from maxlite.config.maxtext.answers import maxtext_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,4 +22,4 @@ def test_the_page_for_users_of_maxtext_has_each_of_its_keys():
   page = (ROOT / "docs" / "from_maxtext.md").read_text("utf-8")
   for key in Path(__file__).with_name("maxtext_keys.txt").read_text("utf-8").split():
     assert f"`{key}`" in page, key
-  assert f"and {len(SAME_NAME)}\nof its keys by name" in page
+  assert f"and {len(maxtext_keys().same_name)}\nof its keys by name" in page

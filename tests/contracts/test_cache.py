@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_families as families
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.model_families import MODELS

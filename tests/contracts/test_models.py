@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import fast_only, slow
+from support.slow_cases import fast_only, slow
 from tiny_families import (
   BATCH,
   NUM_POSITIONS,

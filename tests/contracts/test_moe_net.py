@@ -12,7 +12,7 @@ import math
 import numpy as np
 import pytest
 from moe_net import DISPATCHES, FAMILIES, ROUTINGS, Net, Variant
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.sharding import MESH_AXES
 

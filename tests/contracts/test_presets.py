@@ -1,7 +1,7 @@
 """Parameter counts of presets against published figures."""
 
 import pytest
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.config import describe_changes, load_config
 from maxlite.config.members import members_of

@@ -19,7 +19,7 @@ from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.runs.run import run_training
-from maxlite.training.transforms.step_transform import StepTransform
+from maxlite.training.feature import Feature
 
 # Of each kind: the table, and the entry that the toy calls.
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
   "optimizer": (tables.OPTIMIZERS, "lion"),
   "schedule": (tables.SCHEDULES, "constant"),
   "loss": (tables.TOKEN_LOSSES, "next_token"),
-  "transform": (tables.STEP_TRANSFORMS, "teacher"),
+  "feature": (tables.FEATURES, "teacher"),
   "strategy": (tables.ENSEMBLE_STRATEGIES, "fused"),
 }
 TOYS = types.SimpleNamespace()
@@ -48,14 +48,15 @@ class Counted:
   num_steps: jax.Array
 
 
-class ToyTransform(StepTransform):
+class ToyFeature(Feature):
   """Adds a counter to the state, a number to the inputs, and a metric around the step."""
 
   def start(self, state):
     return state.replace(opt_state=Counted(state.opt_state, jnp.float32(0)))
 
-  def names(self, names, state, parameter_names):
-    return names.replace(opt_state=Counted(names.opt_state, jax.P()))
+  def shard_state(self, shardings, state, shard):
+    counter = shard(jax.ShapeDtypeStruct((), jnp.float32))
+    return shardings.replace(opt_state=Counted(shardings.opt_state, counter))
 
   def inputs(self):
     return {"toy": jnp.float32(3)}
@@ -63,7 +64,7 @@ class ToyTransform(StepTransform):
   def abstract_inputs(self):
     return {"toy": jax.ShapeDtypeStruct((), jnp.float32)}
 
-  def wrap_step(self, step, index):
+  def wrap_step(self, step, objective):
     def counted_step(state, inputs):
       counted = state.opt_state
       state, metrics = step(state.replace(opt_state=counted.inner), inputs)
@@ -90,11 +91,15 @@ def write_toys():
   for kind, (table, name) in KINDS.items():
     setattr(TOYS, kind, recorded(kind, table[name]))
   next_token = tables.LOSSES["next_token"]
-  TOYS.transform = recorded("transform", lambda request: ToyTransform())
+  TOYS.feature = recorded("feature", lambda request: ToyFeature())
   TOYS.loss = dataclasses.replace(next_token, sums=recorded("loss", next_token.sums))
   byte_tokenizer = tables.TOKENIZERS["byte"]
   TOYS.tokenizer = recorded("tokenizer", lambda path: byte_tokenizer(""))
   ragged = tables.DISPATCHES["ragged"]
+  for kind in ("attention", "grouped_matmul"):
+    table, name = KINDS[kind]
+    backend = table[name]
+    setattr(TOYS, kind, dataclasses.replace(backend, run=recorded(kind, backend.run)))
   TOYS.dispatch = dataclasses.replace(
     ragged,
     apply_experts=recorded("dispatch", ragged.apply_experts),
@@ -136,7 +141,7 @@ def trained(registered, tmp_path_factory):
   return read_rows(folder / "base" / "metrics.jsonl")
 
 
-def test_toy_transform_adds_to_the_state_to_the_inputs_and_around_the_step(trained):
+def test_toy_feature_adds_to_the_state_to_the_inputs_and_around_the_step(trained):
   assert [row["toy"] for row in trained] == [3, 6]
   assert [row["twice_toy"] for row in trained] == [6, 12]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-import trees
+from support import trees
 
 from maxlite.data.batch import Batch
 

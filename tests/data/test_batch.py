@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-import trees
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import trees
 
 from maxlite.data.batch import Batch, contiguous_rows, local_rows, to_global
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.config import load_config
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedConversations, first_fit
@@ -450,6 +451,42 @@ def test_share_gpt_and_alpaca_rows_are_conversations(tmp_path):
     read(write_lines(tmp_path, [unknown]))
 
 
+RENAMED = {
+  "messages": ({"messages": "dialog"}, {"dialog": turns("a", "b"), "messages": "an id"}),
+  "messages and their fields": (
+    {"messages": "history", "role": "speaker", "content": "text"},
+    {"history": [{"speaker": "human", "text": "a"}, {"speaker": "gpt", "text": "b"}]},
+  ),
+  "prompt and completion": ({"prompt": "q", "completion": "prompt"}, {"q": "a", "prompt": "b"}),
+  "Alpaca": (
+    {"instruction": "question", "input": "context", "output": "answer"},
+    {"question": "a", "answer": "b", "output": "of another model"},
+  ),
+}
+
+
+@pytest.mark.parametrize(("columns", "record"), RENAMED.values(), ids=RENAMED)
+def test_columns_of_other_names_are_read(tmp_path, columns, record):
+  file = write_lines(tmp_path, [record])
+  (pieces,) = chat_documents(file, "", 0, 1, columns=columns)
+  assert json.loads(next(pieces)) == turns("a", "b")
+
+
+def test_a_column_that_is_missing_is_named(tmp_path):
+  file = write_lines(tmp_path, [{"messages": turns("a", "b")}])
+  with pytest.raises(UserError, match=r"a.jsonl:1: no column 'talk' among \['messages'\]: correct"):
+    list(chat_documents(file, "", 0, 1, columns={"messages": "talk"}))
+
+
+def test_tokens_and_their_cache_depend_on_the_columns(tmp_path):
+  write_lines(tmp_path, [{"messages": turns("a", "b"), "other": turns("c", "d")}])
+  first = open_with(tmp_path, MARKED[2]).source.train.identity
+  columns = FrozenMapping([("messages", "other")])
+  other = open_with(tmp_path, MARKED[2], data_columns=columns).source.train.identity
+  assert open_with(tmp_path, MARKED[2]).source.train.identity == first != other
+  assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 @pytest.mark.parametrize(
   ("record", "message"),
   [
@@ -523,6 +560,45 @@ def open_with(folder, source, **keys):
   )
   shape = {"vocab_size": 258, "global_batch_size": 1, "rows": range(1)}
   return open_data(cfg, **shape, cache_directory=folder / "cache")
+
+
+def test_a_mixture_of_conversations_has_the_rows_of_each_source(tmp_path):
+  """One source is of ShareGPT, the other calls its columns otherwise."""
+  records = {
+    "a": [
+      {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": "b"}]}
+      for q in "acegi"
+    ],
+    "b": [{"talk": turns(q, "d")} for q in "mnop"],
+  }
+  entries = []
+  for name, weight in {"a": 3, "b": 1}.items():
+    (tmp_path / name).mkdir()
+    write_lines(tmp_path / name, records[name])
+    keys = {"name": name, "path": str(tmp_path / name), "weight": str(weight)}
+    entries.append(FrozenMapping(keys.items()))
+  entries[1] = FrozenMapping(
+    [*entries[1].items(), ("columns", FrozenMapping([("messages", "talk")]))]
+  )
+  data = open_with(tmp_path, MARKED[2], dataset_mixture=tuple(entries), max_target_length=64)
+  alone = {
+    "a": open_with(tmp_path / "a", MARKED[2], max_target_length=64).source,
+    "b": open_with(
+      tmp_path / "b", MARKED[2], max_target_length=64, data_columns=entries[1]["columns"]
+    ).source,
+  }
+  for name, source in alone.items():
+    assert data.source.parts[name].train.identity == source.train.identity
+  stream = data.train_stream()
+  seen = set()
+  for _ in range(8):
+    batch = next(stream)
+    text = bytes(i for i in batch.tokens_BT[0] if i < 256).decode()
+    name = "a" if "assistant: b" in text else "b"
+    rows = [alone[name].train[n] for n in range(len(alone[name].train))]
+    assert any(np.array_equal(row["tokens_BT"], batch.tokens_BT[0]) for row in rows)
+    seen.add(name)
+  assert seen == {"a", "b"}
 
 
 def test_cache_depends_on_the_template(tmp_path):

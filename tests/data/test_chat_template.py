@@ -7,7 +7,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from interrupts import interrupted_before_line
+from support.interrupts import interrupted_before_line
 
 from maxlite.data.sources import template_worker
 from maxlite.data.sources.chat_template import ChatTemplate

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import trees
 from array_record.python.array_record_module import ArrayRecordWriter
+from support import trees
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from batch_streams import assert_same, join, take
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data

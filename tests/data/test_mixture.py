@@ -9,7 +9,7 @@ import pytest
 from batch_streams import assert_same, join, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.mixture import MixtureSource, mixture_of
 from maxlite.config.raw_values import FrozenMapping
@@ -303,7 +303,7 @@ MISTAKES = {
   "no name": ({"weight": 1, "path": "x"}, "has no name"),
   "a bad name": ({"name": "a/b", "weight": 1, "path": "x"}, "has no name of letters"),
   "no path": ({"name": "a", "weight": 1}, "a has no path; write"),
-  "no weight": ({"name": "a", "path": "x"}, "a has no weight; write"),
+  "no weight": ({"name": "a", "path": "x"}, "a: has no weight; write"),
   "another key": ({"name": "a", "path": "x", "weigth": 1}, "did you mean weight"),
   "a negative weight": ({"name": "a", "path": "x", "weight": -1}, "weight=-1 is below 0"),
   "a type": ({"name": "a", "path": "x", "weight": 1, "type": "json"}, "did you mean jsonl"),

@@ -48,6 +48,16 @@ def test_every_form_of_a_line_is_the_same_pair(tmp_path, record):
   assert pair_of(tmp_path, record) == ([USER], [GOOD], [BAD])
 
 
+def test_columns_of_other_names_are_read(tmp_path):
+  file = tmp_path / "pairs.jsonl"
+  answers = {"winner": [{"role": "assistant", "text": "It is two."}], "loser": "five"}
+  file.write_text(json.dumps({"question": "two?", **answers}))
+  columns = {"prompt": "question", "chosen": "winner", "rejected": "loser", "content": "text"}
+  ((prompt, continuations, _, _),) = preference_documents(file, "", 0, 1, columns=columns)
+  assert json.loads(prompt) == [USER]
+  assert json.loads(continuations) == [[GOOD], [BAD]]
+
+
 @pytest.mark.parametrize(
   ("record", "message"),
   [

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from chat_cases import save_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, programs
 
 from maxlite.config.schema import DataConfig
 from maxlite.data import tokenize
@@ -32,10 +32,10 @@ def bpe(tmp_path_factory):
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   alphabet = pre_tokenizers.ByteLevel.alphabet()
-  trainer = trainers.BpeTrainer(
+  program = programs.BpeTrainer(
     vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
   )
-  tokenizer.train_from_iterator(["the quick brown fox"] * 50, trainer)
+  tokenizer.train_from_iterator(["the quick brown fox"] * 50, program)
   tokenizer.save(str(path))
   return HuggingFaceTokenizer(str(path))
 

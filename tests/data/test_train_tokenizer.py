@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import config_of
+from support.tiny import config_of
 
 from maxlite.config.raw_values import show
 from maxlite.data.tokenizer import open_tokenizer

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.schema import HostsConfig
 from maxlite.distributed import jax_private

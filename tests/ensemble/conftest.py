@@ -1,7 +1,12 @@
-"""Modules that tests of ensembles import from other folders."""
+"""A folder for the ensembles of a module."""
 
-import sys
-from pathlib import Path
+import pytest
+from support.tiny import fast_compilation
+from support.tiny_run import empty_plots
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "run")]
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("ensembles")
+  with fast_compilation(), empty_plots():
+    yield folder

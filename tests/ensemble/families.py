@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import trees
+from support import trees
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.kernels.xla_cpu import jit_init

@@ -11,31 +11,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import trees
 from families import largest_error
-from slow_cases import slow
-from tiny import compilations
+from small_mlp import BATCH, Mlp, loss
+from support import trees
+from support.slow_cases import slow
+from support.tiny import compilations
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-
-
-class Mlp(nn.Module):
-  width: int = 3
-
-  @nn.compact
-  def __call__(self, x_BD):
-    return nn.Dense(1)(nn.tanh(nn.Dense(self.width)(x_BD)))
-
-
-def loss(model, batch):
-  return jnp.mean((model(batch) - 1) ** 2)
-
-
-BATCH = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
 
 
 def trained(rates, strategy, num_steps=4):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_ensemble import BATCH, Mlp, loss
-from trees import assert_equal_leaves
+from small_mlp import BATCH, Mlp, loss
+from support.trees import assert_equal_leaves
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError

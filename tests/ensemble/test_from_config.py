@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 from families import jit_on_one_device, largest_error
-from tiny import KEYS, uneven_batch
+from support.tiny import KEYS, uneven_batch
 
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import describe_difference, group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 
 TINY = KEYS | {"decoder_block": "llama", "base_num_decoder_layers": 1}
 
@@ -75,5 +75,5 @@ def test_every_number_of_the_optimizer_may_differ_in_a_stack():
       for name in ("learning_rate", "loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name][z], expected[name], rtol=2e-5, err_msg=name)
   for z, solo in enumerate(solo_states):
-    member = group.with_held(jax.device_get(group.take(state, z)), {})
+    member = group.with_shared(jax.device_get(group.take(state, z)), {})
     assert largest_error(member.params, jax.device_get(solo.params)) <= 2e-5

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 from families import batch, largest_error, loss, train_alone
-from slow_cases import fast_only, slow
+from support.slow_cases import fast_only, slow
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.linen_members import identity
+from maxlite.ensemble.members.linen import identity
 from maxlite.errors import UserError
 
 

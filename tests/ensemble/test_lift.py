@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from flax.linen import meta
 from jax.sharding import Mesh
+from support import trees
 
 from maxlite.config import load_config
 from maxlite.ensemble import lift

@@ -6,26 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.registry import ENSEMBLE_STRATEGIES
 
-# Strategies that compute in this process; tests/ensemble/engines/test_processes.py has the other.
-STRATEGIES = [name for name in ENSEMBLE_STRATEGIES if name != "processes"]
+# Strategies that compute in this process, and whose states are therefore here.
+HERE = [name for name in ENSEMBLE_STRATEGIES if name != "processes"]
 ROWS = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32)
 
 
-def make(strategy, poisoned=False):
-  """Three members with other values of every hyperparameter.
+def poisoned_loss(model, batch):
+  """The loss of a batch (rows, a number that is added to the loss)."""
+  x_BD, poison = batch
+  return jnp.mean((model(x_BD) - 1) ** 2) * (1 + poison)
 
-  With `poisoned`, a step takes a batch per member, (rows, a number that is added to the loss).
-  """
 
-  def loss(model, batch):
-    x_BD, poison = batch
-    return jnp.mean((model(x_BD) - 1) ** 2) * (1 + poison)
-
+def make_members():
+  """Three members with other values of every hyperparameter."""
   members = []
   for z in range(3):
     hyperparameters = {
@@ -35,14 +34,24 @@ def make(strategy, poisoned=False):
       "weight_decay": 0.01 * (1 + z),
     }
     members.append(Member(nn.Dense(1), optax.adamw, seed=z, hyperparameters=hyperparameters))
-  return Ensemble(members, loss, strategy=strategy, devices=jax.devices()[:3], own_batches=poisoned)
+  return {"members": members, "loss": poisoned_loss}
+
+
+def make(strategy, own_batches=False):
+  return Ensemble.from_factory(
+    f"{__name__}:make_members",
+    num_workers=1,
+    strategy=strategy,
+    devices=jax.devices()[:3],
+    own_batches=own_batches,
+  )
 
 
 def batch_with(poison_Z):
   return ROWS, np.array(poison_Z, np.float32)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", HERE)
 def test_every_hyperparameter_of_every_member_survives_load_states(strategy):
   ensemble = make(strategy)
   state = ensemble.init((ROWS[0], np.float32(0)))
@@ -50,10 +59,23 @@ def test_every_hyperparameter_of_every_member_survives_load_states(strategy):
   trees.assert_equal_leaves(loaded, state)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
+def test_worker_processes_keep_every_hyperparameter_through_load_states():
+  """From the second step on, Adam's moments depend on all of them."""
+  ensemble = make("processes")
+  batch = (ROWS[0], np.float32(0))
+  state, _ = ensemble.step(ensemble.init(batch), batch)
+  before = ensemble.member_states(state)
+  state, _ = ensemble.step(state, batch)
+  expected = ensemble.member_states(state)
+  loaded, _ = ensemble.step(ensemble.load_states(before), batch)
+  trees.assert_equal_leaves(ensemble.member_states(loaded), expected)
+
+
+@pytest.mark.parametrize("strategy", [*HERE, slow("processes")])
 def test_a_member_stays_as_it_was_before_its_first_bad_step(strategy):
   """Though its later losses are finite; the others go on."""
-  ensemble = make(strategy, poisoned=True)
+  ensemble = make(strategy, own_batches=True)
   state = ensemble.init(batch_with([0, 0, 0]))
   history = []
   for poison_Z in ([0, 0, 0], [0, np.nan, 0], [0, 0, 0]):

@@ -3,12 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from tiny import LENGTH, config_of, mesh_keys, state_on
+from support.tiny import LENGTH, build, config_of, mesh_keys, state_on
 
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
-from maxlite.runs.open_run import open_trainer_data
-from maxlite.training.trainer import build_trainer
+from maxlite.runs.open_run import open_run_data
 
 BOS = 256
 EOS = 257
@@ -31,21 +30,22 @@ def folder(tmp_path_factory):
 
 
 def open_with(folder, first_state, name="mixed", **keys):
-  """(trainer, parameters, data) with the held-out documents of one of the folders."""
+  """(program, parameters, data) with the held-out documents of one of the folders."""
   data = {
     "dataset_type": "text",
     "dataset_path": folder / "train.txt",
     "eval_dataset_path": folder / name,
     "base_output_directory": folder,
   }
-  trainer = build_trainer(config_of(**KEYS | data | keys))
-  params = state_on(trainer, first_state).params
-  return trainer, params, open_trainer_data(trainer)
+  cfg = config_of(**KEYS | data | keys)
+  program = build(cfg)
+  params = state_on(program, first_state).params
+  return program, params, open_run_data(cfg, program)
 
 
 @pytest.fixture(scope="module")
 def first_state():
-  return jax.device_get(build_trainer(config_of(**KEYS)).init_state())
+  return jax.device_get(build(config_of(**KEYS)).init(0))
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,11 @@ def document_nll(folder):
 
   It is summed over windows without context from other documents.
   """
-  trainer = build_trainer(config_of(**KEYS, **mesh_keys("")), jax.devices()[:1])
+  program = build(config_of(**KEYS, **mesh_keys("")), jax.devices()[:1])
 
   @jax.jit
   def log_probs(params, tokens_1T):
-    (logits_TV,) = trainer.model.apply({"params": params}, tokens_1T)
+    (logits_TV,) = program.model.apply({"params": params}, tokens_1T)
     return jax.nn.log_softmax(logits_TV)
 
   def nll(number, params):
@@ -83,8 +83,8 @@ def halve(params):
 @pytest.mark.slow
 def test_document_losses_do_not_depend_on_mesh_and_batch(folder, first_state, document_nll):
   params = first_state.params
-  trainer, placed, data = open_with(folder, first_state)
-  losses = document_losses(trainer, placed, data, halve(placed))
+  program, placed, data = open_with(folder, first_state)
+  losses = document_losses(program, placed, data, halve(placed))
   assert losses[:, 0].tolist() == [size + 1 for size in SIZES]
   assert losses[:, 1].tolist() == list(SIZES)
   for n in (0, 2, 5, 6):  # part of a window, a full one, remainders of one and two ids
@@ -95,18 +95,18 @@ def test_document_losses_do_not_depend_on_mesh_and_batch(folder, first_state, do
   assert list(row) == ["tokens", "bytes", "nll", "bits_per_byte", "ema_nll", "ema_bits_per_byte"]
   np.testing.assert_allclose(row["bits_per_byte"], row["nll"] / np.log(2) / SIZES[0])
   keys = mesh_keys("data=2 context=2 tensor=2") | {"per_device_batch_size": 0.5}
-  trainer, placed, data = open_with(folder, first_state, **keys)
-  own_losses = document_losses(trainer, placed, data)
+  program, placed, data = open_with(folder, first_state, **keys)
+  own_losses = document_losses(program, placed, data)
   assert own_losses.shape == (len(SIZES), 3)
   np.testing.assert_allclose(own_losses[:, 2], losses[:, 2], rtol=1e-5)
 
 
 def test_document_losses_sum_to_the_held_out_loss(folder, first_state):
   """If no document is split, both use the same rows."""
-  trainer, params, data = open_with(folder, first_state, "rows")
-  losses = document_losses(trainer, params, data)
-  eval_step = compile_eval_step(trainer, data.source.num_bytes_V)
-  held_out = evaluate(trainer, eval_step, params, data.eval_batches_by_source())
+  program, params, data = open_with(folder, first_state, "rows")
+  losses = document_losses(program, params, data)
+  eval_step = compile_eval_step(program, data.source.num_bytes_V)
+  held_out = evaluate(program, eval_step, params, data.eval_batches_by_source())
   assert len(losses) == 7
   num_tokens, _, nll = losses.sum(axis=0)
   assert num_tokens == held_out["eval_tokens"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import config_of, uneven_batch
-from tiny_run import Output, keys_in, logged, shared_programs
+from support.tiny import config_of, uneven_batch
+from support.tiny_run import Output, keys_in, logged, shared_programs
 
 import maxlite
 import maxlite.evaluate
@@ -95,13 +95,13 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_evaluation(
 
 
 @pytest.mark.slow
-def test_sums_over_many_batches_are_not_rounded(trainer_of):
-  trainer = trainer_of(decoder_block="llama")
-  params = trainer.init_state().params
+def test_sums_over_many_batches_are_not_rounded(program_of):
+  program = program_of(decoder_block="llama")
+  params = program.init(0).params
   batch = uneven_batch(0)
-  eval_step = compile_eval_step(trainer, np.ones(trainer.cfg.model.vocab_size, np.int32))
-  once = evaluate(trainer, eval_step, params, {"data": [batch]})
-  often = evaluate(trainer, eval_step, params, {"data": [batch] * 99})
+  eval_step = compile_eval_step(program, np.ones(program.spec.model.vocab_size, np.int32))
+  once = evaluate(program, eval_step, params, {"data": [batch]})
+  often = evaluate(program, eval_step, params, {"data": [batch] * 99})
   assert often["eval_tokens"] == 99 * once["eval_tokens"] == 99 * np.sum(batch.weight_BT)
   for name in ("eval_loss", "eval_bits_per_byte"):
     np.testing.assert_allclose(often[name], once[name], rtol=1e-12)

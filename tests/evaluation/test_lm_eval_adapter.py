@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny import LENGTH
+from support.tiny import LENGTH
 
 import maxlite
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from maxlite.config import load_config
 from maxlite.data.batch import to_global
-from maxlite.runs.open_run import open_trainer_data
-from maxlite.training.trainer import build_trainer
+from maxlite.runs.open_run import open_run_data
+from maxlite.training.program import build_program
+from maxlite.training.spec import spec_of
 
 FILE = Path(__file__).with_name("base_10_steps.json")
 CONFIG = Path(__file__).resolve().parents[2] / "configs/base.yml"
@@ -37,13 +38,14 @@ NOTE = (
 
 def ten_losses() -> list[float]:
   """The total loss of each step."""
-  trainer = build_trainer(load_config(ARGUMENTS))
-  state = trainer.init_state()
-  stream = open_trainer_data(trainer).train_stream()
+  cfg = load_config(ARGUMENTS)
+  program = build_program(spec_of(cfg), command=cfg)
+  state = program.init(0)
+  stream = open_run_data(cfg, program).train_stream()
   losses = []
   for _ in range(STEPS):
-    batch = to_global(next(stream), trainer.batch_sharding, trainer.batch_shape)
-    state, metrics = trainer.train_step(state, batch)
+    batch = to_global(next(stream), program.batch_sharding, program.batch_shape)
+    state, metrics = program.step(state, batch)
     losses.append(float(metrics["total_loss"]))
   stream.close()
   return losses

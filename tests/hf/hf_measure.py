@@ -20,8 +20,8 @@ from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
 from maxlite.hf.hf_checkpoint import params_from_hf
 from maxlite.hf.hf_config import model_keys
-from maxlite.hf.load_model import trainer_of_model
-from maxlite.training.trainer import Trainer
+from maxlite.hf.load_model import program_of_model
+from maxlite.training.program import Program
 
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 # As in tools/fixtures/hf_parity.py.
@@ -62,11 +62,11 @@ class Errors:
 
 def measure(folder: Path) -> Errors:
   """Return the Errors of the fixture in `folder`."""
-  trainer, params, gradients = opened(folder)
+  program, params, gradients = opened(folder)
   expected = load_file(folder / "expected.safetensors")
   batch = batch_of(expected)
-  step = compiled_step(trainer)
-  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract_state.opt_state)
+  step = compiled_step(program)
+  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), program.abstract_state.opt_state)
   (loss, logits), grads, params, opt_state = step(params, zeros, batch)
   losses = [loss]
   for _ in expected["losses"][1:]:
@@ -86,9 +86,9 @@ def measure(folder: Path) -> Errors:
 
 def logits_and_loss(folder: Path) -> tuple[float, float]:
   """Return only Errors.logits and Errors.loss, in a fraction of the time."""
-  trainer, params, _ = opened(folder)
+  program, params, _ = opened(folder)
   expected = load_file(folder / "expected.safetensors")
-  loss, logits = jit(functools.partial(loss_of, trainer))(params, batch_of(expected))
+  loss, logits = jit(functools.partial(loss_of, program))(params, batch_of(expected))
   return logits_error(logits, expected), float(abs(loss - expected["losses"][0]))
 
 
@@ -102,19 +102,19 @@ def logits_error(logits: Any, expected: Any) -> float:
   return float(error / np.abs(want_BTV).max())
 
 
-def opened(folder: Path) -> tuple[Trainer, Any, Any]:
-  """Return (trainer, parameters, gradients from `transformers`), on one device."""
+def opened(folder: Path) -> tuple[Program, Any, Any]:
+  """Return (program, parameters, gradients from `transformers`), on one device."""
   family, keys = model_keys(folder)
   model = build(ModelConfig, DEFAULTS | keys | SIMPLEST)
-  trainer = trainer_of_model(model, optimizer=ADAMW)
-  leaves = leaves_by_path(trainer.abstract_state.params)
-  like = jax.tree.structure(trainer.abstract_state.params)
+  program = program_of_model(model, optimizer=ADAMW)
+  leaves = leaves_by_path(program.abstract_state.params)
+  like = jax.tree.structure(program.abstract_state.params)
 
   def read(directory: Path) -> Any:
     arrays = params_from_hf(directory, family, model, model.vocab_size, leaves)
     return like.unflatten([as_numpy(arrays[path]) for path in leaves])
 
-  return trainer, read(folder), read(folder / "gradients")
+  return program, read(folder), read(folder / "gradients")
 
 
 def as_numpy(chunked: ChunkedArray) -> np.ndarray:
@@ -125,10 +125,10 @@ def as_numpy(chunked: ChunkedArray) -> np.ndarray:
   return array
 
 
-def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
+def loss_of(program: Program, params: Any, batch: tuple) -> tuple:
   """Return (mean loss over tokens with a next token in their document, logits_BTV)."""
   tokens_BT, segment_BT, _ = batch
-  logits_BTV = trainer.model.apply({"params": params}, *batch)
+  logits_BTV = program.model.apply({"params": params}, *batch)
   has_next_BT = segment_BT[:, 1:] == segment_BT[:, :-1]
   weight_BT = has_next_BT.astype(jnp.float32)
   targets_BT = tokens_BT[:, 1:]
@@ -136,14 +136,14 @@ def loss_of(trainer: Trainer, params: Any, batch: tuple) -> tuple:
   return jnp.sum(losses_BT * weight_BT) / jnp.sum(weight_BT), logits_BTV
 
 
-def compiled_step(trainer: Trainer) -> Any:
+def compiled_step(program: Program) -> Any:
   """Return step(params, opt_state, batch) -> ((loss, logits), gradients, params, opt_state)."""
 
   def step(params: Any, opt_state: Any, batch: tuple) -> tuple:
-    loss_fn = functools.partial(loss_of, trainer)
+    loss_fn = functools.partial(loss_of, program)
     outputs, gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
     with jax.numpy_dtype_promotion("standard"):
-      updates, opt_state = trainer.objectives[0].tx.update(gradients, opt_state, params)
+      updates, opt_state = program.objectives[0].tx.update(gradients, opt_state, params)
     return outputs, gradients, optax.apply_updates(params, updates), opt_state
 
   return jit(step)

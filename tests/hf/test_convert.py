@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from conversion import converted
 from safetensors.numpy import load_file, save_file
-from slow_cases import slow
+from support.slow_cases import slow
+from support.tiny import build
 
 import maxlite
 from maxlite import convert
@@ -24,36 +26,28 @@ from maxlite.config import load_config, read_saved, save_resolved
 from maxlite.config.schema import CheckpointConfig
 from maxlite.hf.conversion import read_merged
 from maxlite.hf.hf_checkpoint import params_from_hf
-from maxlite.hf.load_model import trainer_of_model
+from maxlite.hf.load_model import program_of_model
 from maxlite.training.model_weights import read_parameters
-from maxlite.training.trainer import build_trainer
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 TOKENS_BT = np.arange(24).reshape(2, 12).astype(np.int32)
 # Optimized for compile time, not run time.
 FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
-
-
-def converted(arguments, dataset_type="synthetic"):
-  """Run `maxlite.convert` and return its exit code; tiny vocabularies have no byte tokens."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["convert", *map(str, arguments), f"dataset_type={dataset_type}"])
-    try:
-      return convert.main()
-    except SystemExit as error:
-      return error.code
+SYNTHETIC = {"dataset_type": "synthetic"}  # tiny vocabularies have no byte tokens
 
 
 def imported(source, root, name):
   """Import a Hugging Face folder as a run, and return the exit code."""
-  return converted(["from_hf", source, f"run_name={name}", f"base_output_directory={root}"])
+  return converted(
+    ["from_hf", source, f"run_name={name}", f"base_output_directory={root}"], **SYNTHETIC
+  )
 
 
 def exported(root, name, output):
   """Export a run to a folder, and return the exit code."""
   keys = [f"run_name={name}", f"base_output_directory={root}", f"output_path={output}"]
-  return converted(["to_hf", *keys])
+  return converted(["to_hf", *keys], **SYNTHETIC)
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +150,14 @@ def test_training_starts_from_imported_weights_with_a_new_optimizer_state(root):
   )
   assert cfg.model.decoder_block == "llama"  # by model.yml
   assert cfg.model.vocab_size == 40
-  trainer = trainer_of_model(cfg.model)
+  program = program_of_model(cfg.model)
   checkpoints = Checkpoints(cfg.checkpoint, folder / "checkpoints", print)
-  restored, data_state, step = checkpoints.restore(trainer.abstract_state)
+  restored, data_state, step = checkpoints.restore(program.abstract_state)
   want = jax.tree.map(np.array, restored["params"])
-  state = trainer.init_state(restored["params"])
+  state = program.init(0, restored["params"])
   assert (data_state, step, int(state.step)) == (None, 0, 0)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), want)
-  assert jax.tree.structure(state) == jax.tree.structure(trainer.abstract_state)
+  assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
   assert moments
   assert not any(leaf.any() for leaf in moments)
@@ -174,7 +168,7 @@ def test_a_run_reports_how_the_model_differs_whose_weights_it_starts_from(root, 
 
   def reported(changed):
     cfg = load_config((*keys, changed), defaults=read_saved(root / "llama" / "config.yml"))
-    read_parameters(build_trainer(cfg, jax.devices()[:1]))
+    read_parameters(cfg, build(cfg, jax.devices()[:1]))
     return capsys.readouterr().err
 
   assert reported("lora_rank=2") == ""
@@ -193,7 +187,7 @@ def test_an_upcycled_model_computes_the_same_function(root, dense):
     "--num_experts=4",
     "--prompt=see a.yml",
   ]
-  assert converted(["upcycle", *flags]) == 0
+  assert converted(["upcycle", *flags], **SYNTHETIC) == 0
   assert read_saved(root / mixture / "config.yml")["prompt"] == "see a.yml"
   np.testing.assert_allclose(logits_of(root / mixture), logits_of(root / dense), atol=1e-5)
   assert exported(root, mixture, root / f"{mixture}_out") == 0
@@ -208,7 +202,7 @@ def test_adapters_are_merged_on_upcycling(root, capsys):
   keys = (*overrides, "dataset_type=synthetic", "lora_rank=2", "ema_decay=0.9")
   cfg = load_config(keys, defaults=read_saved(root / "llama" / "config.yml"))
   rng = np.random.default_rng(0)
-  leaves = leaves_by_path(trainer_of_model(cfg.model).abstract_state.params)
+  leaves = leaves_by_path(program_of_model(cfg.model).abstract_state.params)
 
   def draw(leaf):
     return rng.normal(size=leaf.shape, scale=0.3).astype(np.float32)
@@ -218,7 +212,7 @@ def test_adapters_are_merged_on_upcycling(root, capsys):
   save_resolved(cfg, root / "adapted" / "config.yml")
   write_parameters(root / "adapted" / "checkpoints" / "0", arrays)
   target = ("output_path=mixture_of_adapted", "num_experts=4")
-  assert converted(["upcycle", *overrides, *target]) == 0
+  assert converted(["upcycle", *overrides, *target], **SYNTHETIC) == 0
   logits = logits_of(root / "mixture_of_adapted")
   expected = logits_of(root / "adapted")
   np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
@@ -344,7 +338,7 @@ def test_a_damaged_tokenizer_is_not_imported(tmp_path, monkeypatch, capsys):
   ],
 )
 def test_an_invalid_command_exits_with_one_line(root, capsys, args, message):
-  assert converted([*args, f"base_output_directory={root}"]) == 2
+  assert converted([*args, f"base_output_directory={root}"], **SYNTHETIC) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert message in line
   assert not (root / "new").exists()

@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-import trees
+from support import trees
+from support.tiny import build
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import maxlite
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.config import load_config
 from maxlite.data.batch import Batch
-from maxlite.runs.open_run import open_trainer_data
+from maxlite.runs.open_run import open_run_data
 from maxlite.step.gradients import StepInputs
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import build_objective_parts
 
 # An answer ends with the eos token, so both packages give weight to the same tokens.
 TEMPLATE = (
@@ -133,16 +134,16 @@ def our_step(folder, packing):
   }
   cfg = load_config([f"{key}={value}" for key, value in keys.items()])
   cfg = dataclasses.replace(cfg, model=model.cfg)
-  trainer = build_trainer(cfg, jax.devices()[:1])
-  rows = open_trainer_data(trainer).source.train
+  program = build(cfg, jax.devices()[:1])
+  rows = open_run_data(cfg, program).source.train
   padding = {name: np.zeros_like(row) for name, row in rows[0].items()}
   filled = [rows[n] for n in range(len(rows))]
   filled += [padding] * (NUM_PAIRS - len(rows))
   assert (len(rows) < NUM_PAIRS) == packing
   batch = Batch(**trees.stack(filled))
-  inputs = trainer.with_extra_inputs(trainer.place(batch))
+  inputs = program.with_extra_inputs(program.place(batch))
   assert isinstance(inputs, StepInputs)
-  step = jax.jit(trainer.build_parts(0).gradients)
+  step = jax.jit(build_objective_parts(program, program.objectives[0]).gradients)
   result = step(params, None, inputs, jax.random.key(0))
   return result.metrics, result.gradients
 

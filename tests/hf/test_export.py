@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from config_variants import DYNAMIC, LLAMA3, LONGROPE, YARN, config_of
+from conversion import converted
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
-from test_convert import converted
 
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
@@ -176,8 +176,9 @@ def test_a_router_bias_keeps_its_type(tmp_path, bias):
     tensors[name] = array.astype(bias if is_bias else "bfloat16")
   save_file(tensors, folder / "model.safetensors")
   run = ["run_name=a", f"base_output_directory={tmp_path}", "weight_dtype=bfloat16"]
-  assert converted(["from_hf", folder, *run]) == 0
-  assert converted(["to_hf", *run, f"output_path={tmp_path}/out"]) == 0
+  assert converted(["from_hf", folder, *run], dataset_type="synthetic") == 0
+  command = ["to_hf", *run, f"output_path={tmp_path}/out"]
+  assert converted(command, dataset_type="synthetic") == 0
   found = load_file(tmp_path / "out" / "model.safetensors")
   assert found.keys() == tensors.keys()
   for name, array in tensors.items():

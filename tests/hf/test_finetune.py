@@ -5,8 +5,9 @@ import json
 import jax
 import numpy as np
 import pytest
+from conversion import converted
+from hf_measure import FIXTURES
 from safetensors.numpy import load_file
-from test_peft import FIXTURES, converted
 
 import maxlite
 from maxlite.config import load_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hf_measure import FIXTURES, logits_and_loss, measure
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.hf.families import FAMILIES
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.errors import UserError

@@ -1,100 +1,30 @@
 """Exported adapters with their base model compute what the run does, also in peft."""
 
 import json
-import re
-import sys
-import zlib
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from adapter_runs import CASES, FIXTURES, SHARED_TENSORS, make_run, overrides_of
 from config_variants import register_mistral4
+from conversion import converted
 from safetensors.numpy import load_file
-from slow_cases import fast_only, slow
+from support.slow_cases import fast_only, slow
 
 import maxlite
-from maxlite import convert
-from maxlite.checkpoint.chunked_array import ChunkedArray
-from maxlite.checkpoint.parameters import write_parameters
-from maxlite.config import load_config, save_resolved
 from maxlite.config.model_families import MODELS
-from maxlite.config.schema import DEFAULTS
 from maxlite.hf.families import FAMILIES
-from maxlite.hf.hf_checkpoint import params_from_hf
-from maxlite.hf.hf_config import model_keys
-from maxlite.hf.load_model import abstract_params
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
-FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
-RANK = 2
-ALPHA = 3.0
 
 
-def converted(arguments):
-  """Run `maxlite.convert` and return its exit code."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sys, "argv", ["convert", *map(str, arguments)])
-    try:
-      return convert.main()
-    except SystemExit as error:
-      return error.code
-
-
-def overrides_of(root, name):
-  return (f"run_name={name}", f"base_output_directory={root}", "dataset_type=synthetic")
-
-
-def random_adapter(path, leaf, trained):
-  """An adapter with random values, and lora_b zero unless its path matches `trained`."""
-  values = np.random.default_rng(zlib.crc32(path.encode())).normal(size=leaf.shape, scale=0.3)
-  if "/lora_b/" in path and not re.search(trained, path):
-    values *= 0
-  index = tuple(slice(0, size) for size in leaf.shape)
-  chunks = [(index, values.astype(leaf.dtype))]
-  return ChunkedArray(leaf.shape, leaf.dtype, leaf.shape, lambda: iter(chunks))
-
-
-def make_run(root, family, name, trained="lora", *, of_experts=False):
-  """Create a run with the fixture's weights and adapters, some of which are trained."""
-  hf, keys = model_keys(FIXTURES / family)
-  overrides = (*overrides_of(root, name), f"lora_rank={RANK}", f"lora_alpha={ALPHA}")
-  if of_experts:
-    overrides += ("lora_experts=true",)
-  cfg = load_config(overrides, defaults=DEFAULTS | keys, needs_data=False)
-  params = abstract_params(cfg.model)
-  adapters = {path: leaf for path, leaf in params.items() if "/lora_" in path}
-  kept = {path: leaf for path, leaf in params.items() if path not in adapters}
-  weights = params_from_hf(FIXTURES / family, hf, cfg.model, keys["vocab_size"], kept)
-  weights |= {path: random_adapter(path, leaf, trained) for path, leaf in adapters.items()}
-  folder = root / name
-  folder.mkdir(parents=True)
-  save_resolved(cfg, folder / "config.yml")
-  write_parameters(folder / "checkpoints" / "0", weights)
-
-
-WITH_EXPERTS = (
-  *("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts"),
-  # peft adapts one tensor of all experts.
-  *("gemma4_text with experts", "gpt_oss with experts", "granitemoe with experts"),
-  *("mistral4 with experts", "qwen2_moe with experts", "qwen3_5_moe_text with experts"),
-)
-# Families in which a tensor of Hugging Face holds several projections with adapters.
-SHARED_TENSORS = {
-  "phi3": "self_attn.qkv_proj holds 3 projections",
-  "qwen3_next": "self_attn.q_proj holds 2 projections",
-  "qwen3_5_text": "self_attn.q_proj holds 2 projections",
-  "qwen3_5_moe_text": "self_attn.q_proj holds 2 projections",
-}
 # Families in which peft would take adapters of other MLPs for those of routed experts.
 SEPARATE_EXPERTS = {
   family
   for family, hf in FAMILIES.items()
   if MODELS[hf.decoder_block].is_moe and any("{expert}" in rule.theirs for rule in hf.block)
 } - {"qwen2_moe", "qwen3_5_moe_text"}
-SEPARATE_TENSORS = [family for family in FAMILIES if family not in SHARED_TENSORS]
-CASES = (*SEPARATE_TENSORS, *WITH_EXPERTS)
 FAST_CASES = ("llama", "gpt_oss with experts")
 
 

@@ -7,11 +7,12 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 import pytest
+from adapter_runs import CASES, RANK, SHARED_TENSORS, make_run, overrides_of
 from config_variants import register_mistral4
+from conversion import converted
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
-from slow_cases import fast_only, slow
-from test_peft import CASES, RANK, SHARED_TENSORS, converted, make_run, overrides_of
+from support.slow_cases import fast_only, slow
 
 import maxlite
 from maxlite.checkpoint.checksum import leaves_by_path

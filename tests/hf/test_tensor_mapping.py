@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.checkpoint import chunked_array
 from maxlite.checkpoint.checksum import leaves_by_path
@@ -20,7 +20,7 @@ from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, model_keys
-from maxlite.hf.load_model import abstract_params, trainer_of_model
+from maxlite.hf.load_model import abstract_params, program_of_model
 from maxlite.hf.tensor_mapping import axis_layout
 
 # Of the default tests: dense, fused and recurrent layers, latent attention, and experts.
@@ -171,7 +171,7 @@ def test_sharded_arrays_equal_unsharded_ones(small_chunks):
   folder = FIXTURES / "mixtral"
   family, model, _ = model_of(folder)
   mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
-  params = leaves_by_path(trainer_of_model(model, mesh).abstract_state.params)
+  params = leaves_by_path(program_of_model(model, mesh).abstract_state.params)
   found = params_from_hf(folder, family, model, model.vocab_size, params)
   path = "layers/moe/wi_0"
   placed = to_array(found[path], params[path].sharding)

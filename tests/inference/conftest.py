@@ -1,7 +1,7 @@
 """The completions and the engine that the tests in this folder share."""
 
 import pytest
-from tiny import fast_compilation
+from support.tiny import fast_compilation
 from tiny_engine import Greedy, complete_greedily
 
 from maxlite.inference.engine import Engine

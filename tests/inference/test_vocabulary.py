@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_engine as tiny
+from support.tiny import config_of
 from tokenizers import AddedToken, Tokenizer
 
 import maxlite
@@ -51,10 +52,10 @@ def test_programs_refuse_it(name, program, tokenizer, capsys):
   assert capsys.readouterr().err == f"maxlite.{name}: {MESSAGE}\n"
 
 
-def test_completions_during_training_refuse_it(tokenizer, trainer_of):
+def test_completions_during_training_refuse_it(tokenizer, program_of):
   keys = dict(key.split("=") for key in tokenizer) | {"vocab_size": 258, "dataset_type": "text"}
   with pytest.raises(ValueError, match=re.escape(MESSAGE)):
-    Completer(trainer_of(**keys), ["a"])
+    Completer(config_of(**keys), program_of(**keys), ["a"])
 
 
 def test_an_import_says_so(tmp_path, monkeypatch, capsys):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.kernels.gated_delta import chunked, reference
 from maxlite.kernels.gated_delta.inputs import DeltaInputs

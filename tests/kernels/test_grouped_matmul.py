@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from grouped_cases import (
   CASES,
   INTERPRETED,
@@ -21,7 +20,8 @@ from grouped_cases import (
   value_and_gradients,
 )
 from jax.sharding import PartitionSpec as P
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.kernels.grouped_matmul import api
 from maxlite.kernels.hardware import Hardware

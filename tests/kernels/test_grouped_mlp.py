@@ -1,5 +1,6 @@
 """grouped_mlp against one dense network per group, values and gradients."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from grouped_cases import INTERPRETED, ROUTINGS, assert_close
 from jax.ad_checkpoint import print_saved_residuals
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
-from slow_cases import fast_only, slow
+from support import trees
+from support.slow_cases import fast_only, slow
 
+from maxlite.kernels.grouped_mlp import megablox_mlp
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
 from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.layers.mlp import build_activation
-from maxlite.registry import GROUPED_MATMUL_BACKENDS
+from maxlite.registry import GROUPED_MATMUL_BACKENDS, GROUPED_MLP_BACKENDS
 
 HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
 NUM_ROWS = 200
@@ -25,6 +27,14 @@ DIM = 6
 HIDDEN = 10
 NUM_GROUPS = 4
 GATED = build_activation(("silu", "linear"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpus(monkeypatch):
+  """The kernels for TPUs are interpreted."""
+  kernel = functools.partial(megablox_mlp.grouped_mlp, interpret=True)
+  interpreted = dataclasses.replace(megablox_mlp.BACKEND, run=kernel)
+  monkeypatch.setitem(GROUPED_MLP_BACKENDS, "megablox", interpreted)
 
 
 def make_params(rng, *, biased, num_in=2, dtype=np.float64):
@@ -210,7 +220,7 @@ def wide(tree):
 @functools.partial(jax.jit, static_argnums=0)
 def run_for_tpu(activation, sizes_G, x_M, weight_M, params, dy_M):
   """As `run`, by the interpreted kernels for TPUs."""
-  options = {"activation": activation, "backend": "megablox", "interpret": True}
+  options = {"activation": activation, "backend": "megablox"}
 
   def apply(x_M, weight_M, params):
     wi, wo, biases = params

@@ -84,7 +84,7 @@ def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
   x_MD = np.concatenate([case.x_MD for case in cases])
   dy_MF = np.concatenate([case.dy_MF for case in cases])
   sizes_PG = np.stack([case.sizes_G for case in cases])
-  multiply = sharded_multiply(check_vma=False)  # see WITHOUT_VMA
+  multiply = sharded_multiply(check_vma=False)  # see supports_vma
 
   @jax.jit
   def all_three(x_MD, w_GDF, sizes_PG, dy_MF):
@@ -107,7 +107,7 @@ def test_the_gradient_of_a_shared_weight_is_the_sum_over_shards():
 
 
 def test_jax_s_kernels_do_not_support_check_vma():
-  """If this fails, remove Megablox from WITHOUT_VMA."""
+  """If this fails, set supports_vma in the entry of Megablox."""
   x_MD, w_GDF, sizes_G, _ = fill_case(Case(80, 6, 10, (3, 9)), np.float32)
   with pytest.raises(ValueError, match="check_vma=False"):
     sharded_multiply(check_vma=True)(x_MD, w_GDF, np.stack([sizes_G] * 4))

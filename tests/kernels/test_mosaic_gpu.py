@@ -17,7 +17,7 @@ from absent_gpus import (
 )
 from grouped_cases import XLA_PROGRAMS, Case, assert_close, fill_case, make_case, oracle
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.errors import UserError
 from maxlite.kernels.grouped_matmul import mosaic_gpu

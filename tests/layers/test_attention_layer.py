@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.layer_specs import AttentionSpec, RopeSpec
 from maxlite.config.model_families import AttentionForm

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig

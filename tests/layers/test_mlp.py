@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
+from support import trees
 
 from maxlite.config.layer_specs import MlpSpec
 from maxlite.config.schema import ModelConfig

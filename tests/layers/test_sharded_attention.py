@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import chunked

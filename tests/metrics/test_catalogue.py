@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import config_of
+from support.tiny import build, config_of
 
 from maxlite.evaluation.held_out import compile_eval_step, held_out_row
 from maxlite.metrics.catalogue import METRICS, describe_metric
@@ -22,7 +22,6 @@ from maxlite.metrics.prometheus import PrometheusWriter
 from maxlite.metrics.step_row import TIME, training_row
 from maxlite.phases.phase_plan import LOSS_NAMES
 from maxlite.training.step_log import TOTAL_TOKENS
-from maxlite.training.trainer import build_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 # Keys of runs that together write all metrics, except those of a teacher's run and of a replay.
@@ -54,16 +53,16 @@ def ones_of(tree, dtype=None):
 def names_in(name):
   """The metrics of a step and of an evaluation, by tracing, and those of the host."""
   cfg = config_of(**{"dataset_type": "synthetic", "sharding_tolerance": 1, **RUNS[name]})
-  trainer = build_trainer(cfg)
-  inputs = trainer.abstract_inputs(trainer.batch_shape)
-  _, metrics = jax.eval_shape(trainer.build_step(), trainer.abstract_state, inputs)
+  program = build(cfg)
+  inputs = program.abstract_inputs(program.batch_shape)
+  _, metrics = jax.eval_shape(program.build_joint_step(), program.abstract_state, inputs)
   on_host = ones_of(metrics) | {"phase": 0}
   speed = {"step_seconds": 1.0, "num_devices": 1, "flops_per_step": 1.0, "peak_tflops": 1.0}
   row = training_row(1, on_host, **speed)
-  for transform in trainer.transforms:
-    row |= transform.add_to_row(row)
-  eval_step = compile_eval_step(trainer, np.ones(cfg.model.vocab_size, np.float32))
-  sums = ones_of(jax.eval_shape(eval_step, trainer.abstract_state.params, inputs), np.float64)
+  for feature in program.features:
+    row |= feature.add_to_row(row)
+  eval_step = compile_eval_step(program, np.ones(cfg.model.vocab_size, np.float32))
+  sums = ones_of(jax.eval_shape(eval_step, program.abstract_state.params, inputs), np.float64)
   row |= held_out_row({name: [sums | {"ema": sums}] for name in ("wiki", "code")})
   return {*row, *Stopwatch().row(), TOTAL_TOKENS, TIME}
 

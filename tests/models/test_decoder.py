@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from flax.linen import meta
-from slow_cases import fast_only, slow
+from support import trees
+from support.slow_cases import fast_only, slow
 
 from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.model_families import MODELS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import fast_only
+from support.slow_cases import fast_only
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build

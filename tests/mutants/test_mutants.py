@@ -1,24 +1,59 @@
-"""The bugs of tools/inspect/mutants.py can be planted in the current sources."""
+"""Bugs are planted in a function, whatever its line breaks; stale ones are reported."""
 
-import ast
 import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTANTS = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))["read_mutants"]()
+MUTANTS = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))
+SOURCE = """\
+RATE = 1
 
 
-@pytest.mark.slow  # tools/slow_tests.sh: an edit may make the text of a bug stale
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_can_be_planted(mutant):
-  source = (ROOT / mutant.file).read_text("utf-8")
-  assert ast.dump(ast.parse(mutant.planted(source))) != ast.dump(ast.parse(source))
-  paths = [part.split("::")[0] for part in mutant.tests.split() if part.startswith("tests/")]
-  assert paths
-  assert all((ROOT / path).exists() for path in paths)
+def other(x):
+  return scale(x, 2)
 
 
-def test_number_of_mutants():
-  assert len(MUTANTS) >= 25
+class Layer:
+  def call(self, x):
+    if x:
+      return scale(
+        x,
+        2,
+      )
+    return None
+"""
+
+
+def planted(at, find, replace):
+  return MUTANTS["Mutant"]("name", "bug", at, find, replace, "tests").planted(SOURCE)
+
+
+def test_a_bug_is_planted_in_its_function_however_it_is_broken_into_lines():
+  got = planted("a.py::Layer.call", "return scale(x, 2)", "y = 3 * x\nreturn y")
+  call = "return scale(\n        x,\n        2,\n      )"
+  assert got == SOURCE.replace(call, "y = 3 * x\n      return y")
+  assert planted("a.py::RATE", "1", "2") == SOURCE.replace("RATE = 1", "RATE = 2")
+
+
+@pytest.mark.parametrize(
+  ("at", "find", "message"),
+  [
+    ("a.py::other", "return scale(y, 2)", "has its `find` 0 times"),
+    ("a.py", "scale(x, 2)", "has its `find` 2 times"),
+    ("a.py::Layer.run", "scale(x, 2)", "Layer.run is not defined"),
+  ],
+)
+def test_a_stale_bug_says_why(at, find, message):
+  with pytest.raises(MUTANTS["StaleError"], match=message):
+    planted(at, find, "0")
+
+
+def test_each_bug_has_tests_that_exist():
+  mutants = MUTANTS["read_mutants"]()
+  assert len(mutants) >= 25
+  for mutant in mutants:
+    paths = [part.split("::")[0] for part in mutant.tests.split() if part.startswith("tests/")]
+    assert paths
+    assert all((ROOT / path).exists() for path in paths), mutant.name

@@ -27,8 +27,8 @@ from flax import struct
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_cases import slow
-from tiny import compilations
+from support.slow_cases import slow
+from support.tiny import compilations
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.manager import Checkpoints

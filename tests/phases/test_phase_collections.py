@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from alternation_cases import ROWS, draw
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.phases import Alternation, Phase
 from maxlite.phases.module_collections import freeze_collections

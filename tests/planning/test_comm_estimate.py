@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from tiny import LENGTH, ROWS, mesh_keys
+from support.tiny import LENGTH, ROWS, config_of, mesh_keys
 
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo_collectives import collectives
@@ -29,12 +29,12 @@ REDUCTIONS = ("all-reduce", "reduce-scatter")  # XLA:CPU replaces some of the se
 
 
 @pytest.fixture(scope="module")
-def target_of(trainer_of):
+def target_of(program_of):
   """A function from a mesh, degrees of slices and other keys to a target."""
 
   def build(mesh, slices=None, **keys):
-    trainer = trainer_of(**mesh_keys(mesh), **(SCANNED | keys))
-    return PlanTarget(trainer, "cpu", slices or {})
+    program = program_of(**mesh_keys(mesh), **(SCANNED | keys))
+    return PlanTarget(config_of(), program, "cpu", slices or {})
 
   return build
 
@@ -60,15 +60,15 @@ def payloads(found, kinds):
 )
 def test_the_estimate_matches_the_compiled_step(target_of, mesh, keys):
   target = target_of(mesh, remat_policy="full", scan_unroll=1, **keys)
-  trainer = target.trainer
-  compiled = collectives(compile_step(trainer).module, dict(trainer.mesh.shape))
+  program = target.program
+  compiled = collectives(compile_step(program).module, dict(program.mesh.shape))
   expected = estimate_collectives(target)
   reduced = payloads(compiled, REDUCTIONS)
   assert reduced == pytest.approx(payloads(expected, REDUCTIONS), rel=0.03)
   gathered = payloads(compiled, GATHERS)
-  if trainer.is_moe:
+  if program.spec.model.family.is_moe:
     # For top_k, XLA:CPU gathers the router logits of all tokens twice in each of two layers.
-    logits_bytes = ROWS * LENGTH * trainer.cfg.model.moe.num_experts * 4
+    logits_bytes = ROWS * LENGTH * program.spec.model.moe.num_experts * 4
     gathered[("fsdp", "expert")] -= 2 * 2 * logits_bytes
     # XLA:CPU has no ragged all-to-all: each shard sends a full block to each of the four.
     blocks = {axes: size / 4 for axes, size in payloads(compiled, EXCHANGES).items()}
@@ -79,7 +79,7 @@ def test_the_estimate_matches_the_compiled_step(target_of, mesh, keys):
 @pytest.mark.slow
 def test_gradients_of_experts_are_scattered_before_they_are_summed_over_data(target_of):
   target = target_of("data=2 fsdp=2 expert=2", sparse_matmul=True)
-  compiled = collectives(compile_step(target.trainer).module, dict(target.trainer.mesh.shape))
+  compiled = collectives(compile_step(target.program).module, dict(target.program.mesh.shape))
   summed = payloads(compiled, REDUCTIONS)[("data",)]
   expected = payloads(estimate_collectives(target), REDUCTIONS)[("data",)]
   assert summed == pytest.approx(expected, rel=0.03)
@@ -91,7 +91,7 @@ def test_slices_exchange_the_gradients_of_a_devices_shards(target_of):
   sent_by_one = sent_by_axes(estimate_collectives(one_slice))
   sent_by_two = sent_by_axes(estimate_collectives(two_slices))
   # In an all-reduce of two devices each sends the payload once.
-  parameters = estimate_memory(two_slices.trainer).parameters
+  parameters = estimate_memory(two_slices.program).parameters
   assert sent_by_two.pop("data (network)") == pytest.approx(parameters, rel=0.05)
   assert set(sent_by_two) == {"fsdp"}
   # Gradients of lookups and norms, reduced over both axes at once, are now reduced within slices.
@@ -121,7 +121,7 @@ def test_tpus_add_input_gradients_of_one_input_before_the_sum_over_tensor(target
   def summed_over_tensor(target):
     return payloads(estimate_collectives(target), ["all-reduce"])[("tensor",)]
 
-  model = cpu.trainer.cfg.model
+  model = cpu.program.spec.model
   num_elements = ROWS * LENGTH // 4 * model.base_emb_dim
   # Query, key and value in float32, and the two inputs of the MLP; on TPUs two sums in bfloat16.
   saved = summed_over_tensor(cpu) - summed_over_tensor(tpu)
@@ -135,7 +135,7 @@ def test_frozen_parameters_send_no_gradient(target_of):
   def reduced_in(phase):
     return sum(payloads(estimate_collectives(target, phase), REDUCTIONS).values())
 
-  model = target.trainer.cfg.model
+  model = target.program.spec.model
   unembed_bytes = model.vocab_size * model.base_emb_dim * 4
   assert reduced_in(1) == unembed_bytes
   assert reduced_in(0) > 2 * unembed_bytes

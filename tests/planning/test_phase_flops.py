@@ -2,12 +2,12 @@
 
 import jax
 import pytest
-from tiny import config_of
+from support.tiny import build, config_of
 
 from maxlite.metrics.flops import train_flops
 from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import flops_per_step, parameter_sizes
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 PHASES = {
@@ -33,23 +33,23 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def trainer():
+def program():
   phases = ", ".join(f"{{name: {n}, train: '{train}', steps: 1}}" for n, train in PHASES.items())
-  return build_trainer(config_of(**KEYS, phases=f"[{phases}]"), jax.devices()[:1])
+  return build(config_of(**KEYS, phases=f"[{phases}]"), jax.devices()[:1])
 
 
-def counted(trainer):
+def counted(program):
   """Estimated FLOPs of a step by phase."""
-  return dict(zip(PHASES, trainer.flops_per_step, strict=True))
+  return dict(zip(PHASES, flops_per_step(program), strict=True))
 
 
-def of_all(trainer):
-  return train_flops(trainer.cfg.model, trainer.parameter_sizes, trainer.batch_shape)
+def of_all(program):
+  return train_flops(program.spec.model, parameter_sizes(program), program.batch_shape)
 
 
-def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):
-  flops = counted(trainer)
-  assert flops["all"] == of_all(trainer).total
+def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(program):
+  flops = counted(program)
+  assert flops["all"] == of_all(program).total
   assert (
     flops["all"] > flops["out"] > flops["norms"] == flops["embed"] > 2 / 3 * flops["all"] * 0.95
   )
@@ -60,10 +60,10 @@ def test_a_phase_of_all_parameters_equals_a_step_and_others_cost_less(trainer):
   "name",
   [pytest.param(name, marks=[] if name == "unembed" else pytest.mark.slow) for name in PHASES],
 )
-def test_flops_equal_those_of_the_compiled_step(trainer, name):
+def test_flops_equal_those_of_the_compiled_step(program, name):
   """The reference attention computes the full square, of which the estimate counts half."""
-  program = trainer.lower_step(list(PHASES).index(name)).compile()
+  program_of_phase = program.lower(program.objectives[list(PHASES).index(name)]).compile()
   has_backward = name not in ("head", "unembed")
-  square = of_all(trainer).attention / (1 if has_backward else 3)
-  compiled = matmul_flops(parse(program.as_text())).total
-  assert compiled == pytest.approx(counted(trainer)[name] + square, rel=0.02)
+  square = of_all(program).attention / (1 if has_backward else 3)
+  compiled = matmul_flops(parse(program_of_phase.as_text())).total
+  assert compiled == pytest.approx(counted(program)[name] + square, rel=0.02)

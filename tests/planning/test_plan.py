@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_runs import arguments_of
-from tiny import KEYS, config_of, mesh_keys
+from support.host_runs import arguments_of
+from support.tiny import KEYS, config_of, mesh_keys
 
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.planning.plan_run import compile_step, run_plan
+from maxlite.training.program import flops_per_step
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,46 +50,46 @@ LOOP = {
 }
 
 
-def flops_of_step(trainer):
-  compiled = compile_step(trainer)
+def flops_of_step(program):
+  compiled = compile_step(program)
   return matmul_flops(compiled.module).total
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  return trainer_of(**LOOP)
+def program(program_of):
+  return program_of(**LOOP)
 
 
 @pytest.fixture(scope="module")
-def flops(trainer):
+def flops(program):
   """FLOPs of a step per device."""
-  return flops_of_step(trainer)
+  return flops_of_step(program)
 
 
 @pytest.mark.slow
-def test_scanned_and_unscanned_layers_have_equal_flops(trainer_of, flops):
-  unscanned = flops_of_step(trainer_of(**(LOOP | {"scan_layers": "false"})))
+def test_scanned_and_unscanned_layers_have_equal_flops(program_of, flops):
+  unscanned = flops_of_step(program_of(**(LOOP | {"scan_layers": "false"})))
   # XLA removes some unused products.
   assert flops == pytest.approx(unscanned, rel=0.02)
 
 
 @pytest.mark.slow
-def test_remat_increases_flops_and_reduces_memory(trainer_of, trainer, flops):
-  (needed,) = trainer.flops_per_step
-  remade = trainer_of(**LOOP, remat_policy="full")
+def test_remat_increases_flops_and_reduces_memory(program_of, program, flops):
+  (needed,) = flops_per_step(program)
+  remade = program_of(**LOOP, remat_policy="full")
   assert needed / 8 <= flops < flops_of_step(remade) < 4 / 3 * flops
-  kept = estimate_memory(trainer_of(**LOOP, remat_policy="none"))
+  kept = estimate_memory(program_of(**LOOP, remat_policy="none"))
   saved = estimate_memory(remade)
   assert kept.saved_activations > 3 * saved.saved_activations
 
 
-def test_the_largest_activation_has_a_gradient_of_its_size(trainer_of):
-  trainer = trainer_of(**LOOP, remat_policy="full")
-  model = trainer.cfg.model
+def test_the_largest_activation_has_a_gradient_of_its_size(program_of):
+  program = program_of(**LOOP, remat_policy="full")
+  model = program.spec.model
   tokens_per_device = 16 * 16 / 8
   hidden_bytes = tokens_per_device * model.base_mlp_dim * 4
   input_bytes = tokens_per_device * model.base_emb_dim * 4
-  estimate = estimate_memory(trainer)
+  estimate = estimate_memory(program)
   assert estimate.layer_gradients == hidden_bytes + input_bytes
   assert estimate.layer_activations > 3 * hidden_bytes  # two of these, and smaller ones
 
@@ -108,11 +109,11 @@ def test_the_plan_of_available_devices(capsys, tmp_path):
   assert "HloModule" in (tmp_path / "a/train_step.hlo.txt").read_text()
 
 
-def test_the_estimated_state_equals_the_compiled_state(trainer_of):
-  trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=4 tensor=2"), remat_policy="full")
-  estimate = estimate_memory(trainer)
-  compiled = compile_step(trainer)
-  batch_bytes = 5 * 4 * math.prod(trainer.batch_shape) / 4
+def test_the_estimated_state_equals_the_compiled_state(program_of):
+  program = program_of(**LLAMA, **mesh_keys("fsdp=4 tensor=2"), remat_policy="full")
+  estimate = estimate_memory(program)
+  compiled = compile_step(program)
+  batch_bytes = 5 * 4 * math.prod(program.batch_shape) / 4
   state = compiled.memory.argument_size_in_bytes - batch_bytes
   assert estimate.parameters + estimate.optimizer == pytest.approx(state, abs=64)
   assert estimate.optimizer > 2 * estimate.parameters
@@ -181,7 +182,7 @@ def test_a_tpu_keeps_optimizer_state_and_activations_in_host_memory():
 
 
 @pytest.mark.slow
-def test_every_phase_has_a_plan(trainer_of, capsys):
+def test_every_phase_has_a_plan(program_of, capsys):
   """A phase that trains less, on smaller batches, needs less memory except for parameters."""
   phases = (
     "[{name: all, train: .*, steps: 1}, "
@@ -191,9 +192,9 @@ def test_every_phase_has_a_plan(trainer_of, capsys):
   full, partial = capsys.readouterr().out.split("phase out: ")
   assert "16 x 16 tokens per step" in full
   assert "8 x 16 tokens per step" in partial
-  trainer = trainer_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)
-  full = estimate_memory(trainer, 0)
-  partial = estimate_memory(trainer, 1)
+  program = program_of(**LLAMA, **mesh_keys("fsdp=8"), phases=phases)
+  full = estimate_memory(program, 0)
+  partial = estimate_memory(program, 1)
   assert partial.parameters == full.parameters
   assert partial.gradients < full.gradients / 2
   assert partial.saved_activations == 0 < full.saved_activations

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_run import Output, checkpoint_steps, keys_in, logged, start
+from support.tiny_run import Output, checkpoint_steps, keys_in, logged, start
 
 import maxlite
 from maxlite.metrics.best_loss import BestLoss

@@ -12,10 +12,9 @@ import sys
 import time
 
 import pytest
-from host_runs import ROOT
-from test_many_hosts import LAST_BITS, LIGHT
-from tiny import KEYS
-from tiny_run import (
+from support.host_runs import LAST_BITS, LIGHT, ROOT
+from support.tiny import KEYS
+from support.tiny_run import (
   STEPS,
   Output,
   assert_equals_uninterrupted,

@@ -15,10 +15,18 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import ROOT, Launch, arguments_of, children, run
-from test_many_hosts import LAST_BITS, LIGHT, largest_difference
-from tiny import KEYS
-from tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
+from support.host_runs import (
+  LAST_BITS,
+  LIGHT,
+  ROOT,
+  Launch,
+  arguments_of,
+  children,
+  largest_difference,
+  run,
+)
+from support.tiny import KEYS
+from support.tiny_run import checkpoint_steps, keys_in, logged, parameter_hash
 
 from maxlite.distributed.heartbeat import EXIT_PEER_LOST
 from maxlite.metrics.writers import read_rows

@@ -4,20 +4,10 @@ import json
 import re
 import shutil
 
-import numpy as np
 import pytest
-from host_runs import run
-from tiny_run import logged, start
+from support.host_runs import LAST_BITS, LIGHT, largest_difference, run
+from support.tiny_run import logged, start
 
-LAST_BITS = 2e-5  # relative; float32 sums in a different order
-LIGHT = {
-  "decoder_block": "llama",
-  "base_num_decoder_layers": 1,
-  "gradient_accumulation_steps": 1,
-  "ema_decay": 0,
-  "steps": 4,
-  "checkpoint_period": 2,
-}
 # Compilation dominates, in each of up to eight processes on the same cores.
 SPREAD = {key: LIGHT[key] for key in LIGHT if key != "decoder_block"}
 SPREAD |= {"steps": 6, "global_batch_size": 16}
@@ -41,20 +31,6 @@ def on_two_hosts(runs_folder):
   """(folder, output) of a light run on two processes with four devices each."""
   folder = runs_folder / "two_hosts"
   return folder, run(folder, processes=2, devices=4, **LIGHT)
-
-
-def largest_difference(folder, expected_folder):
-  """Largest relative difference over all numbers of all rows, which must have the same keys."""
-  rows = logged(folder)
-  expected_rows = logged(expected_folder)
-  assert [row.keys() for row in rows] == [row.keys() for row in expected_rows]
-  differences = []
-  for row, expected_row in zip(rows, expected_rows, strict=True):
-    values = np.array(list(row.values()))
-    expected = np.array(list(expected_row.values()))
-    difference = np.abs(values - expected) / np.maximum(np.abs(expected), 1e-3)
-    differences.append(difference.max())
-  return np.max(differences)
 
 
 def test_two_hosts_equal_one_and_one_resumes_from_their_checkpoint(on_two_hosts, folder):

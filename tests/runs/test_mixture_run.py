@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from host_runs import run
-from tiny_run import logged, start
+from support.host_runs import run
+from support.tiny_run import logged, start
 
 from maxlite.metrics.plots.curves import draw_curves
 

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import ROOT
-from tiny import KEYS
-from tiny_run import keys_in
+from support.host_runs import ROOT
+from support.tiny import KEYS
+from support.tiny_run import keys_in
 
 HOSTS = ("maxlite-a", "maxlite-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -2,13 +2,14 @@
 
 import jax.numpy as jnp
 import pytest
-from host_runs import run
-from tiny_run import STEPS, logged, parameter_hash, start
+from support.host_runs import run
+from support.tiny_run import STEPS, logged, parameter_hash, start
 
 from maxlite.checkpoint.manager import Checkpoints
-from maxlite.checkpoint.run_folder import RunFolder, RunMirror, open_mirror
+from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import CheckpointConfig
 from maxlite.errors import UserError
+from maxlite.storage.mirror import RunMirror, open_mirror
 from maxlite.storage.object_store import download, filesystem, list_files, upload
 
 NAMES = {"a": "alpha", "b": "beta", "c": "gamma"}  # of sources, and what they repeat

@@ -5,9 +5,8 @@ import os
 import signal
 
 import pytest
-from host_runs import Launch, run
-from test_many_hosts import LAST_BITS, LIGHT, largest_difference
-from tiny_run import logged, parameter_hash
+from support.host_runs import LAST_BITS, LIGHT, Launch, largest_difference, run
+from support.tiny_run import logged, parameter_hash
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import KEYS as TINY
-from tiny_run import empty_plots, keys_in
+from support.tiny import KEYS as TINY
+from support.tiny_run import empty_plots, keys_in
 
 import maxlite
 from maxlite import registry

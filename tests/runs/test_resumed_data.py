@@ -8,7 +8,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from tiny import config_of
+from support.tiny import config_of
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config import save_resolved

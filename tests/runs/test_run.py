@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-from tiny import config_of, mesh_keys
-from tiny_run import (
+from support.tiny import config_of, mesh_keys
+from support.tiny_run import (
   STEPS,
   Output,
   assert_equals_uninterrupted,

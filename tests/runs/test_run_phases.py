@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import trees
-from tiny import (
+from support import trees
+from support.tiny import (
   ROWS,
   VOCAB,
+  build,
   compilations,
   config_of,
   mesh_keys,
@@ -23,7 +24,7 @@ from tiny import (
   take_steps,
   uneven_batch,
 )
-from tiny_run import (
+from support.tiny_run import (
   STEPS,
   Output,
   assert_equals_uninterrupted,
@@ -39,15 +40,16 @@ from maxlite.checkpoint.chunked_array import ChunkedArray
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config.phases import phases_of
+from maxlite.config.schema import CheckpointConfig, DataConfig
 from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
 from maxlite.errors import UserError
 from maxlite.layers.lora import drop_modules
 from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params
+from maxlite.training.features.phases import phase_plan_of
+from maxlite.training.program import flops_per_step
 from maxlite.training.step_log import StepLog
-from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 EXPERTS = "{name: experts, train: [layers/moe/w.*], steps: 2, optimizer: lion, \
 gradient_accumulation_steps: 2}"
@@ -68,27 +70,27 @@ def paths(tree):
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def first_state(trainer):
-  return jax.device_get(trainer.init_state())
+def first_state(program):
+  return jax.device_get(program.init(0))
 
 
-def history(trainer):
+def history(program):
   """States before the first step and after each."""
-  states = [first_state(trainer)]
+  states = [first_state(program)]
   for batch in BATCHES:
-    state, _ = take_steps(trainer, states[-1], [batch])
+    state, _ = take_steps(program, states[-1], [batch])
     states.append(state)
   return states
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  return trainer_of(**MESH, **KEYS)
+def program(program_of):
+  return program_of(**MESH, **KEYS)
 
 
 @pytest.fixture(scope="module")
-def alternated(trainer):
-  return history(trainer)
+def alternated(program):
+  return history(program)
 
 
 def moved_paths(before, after):
@@ -122,21 +124,21 @@ def test_moving_averages_exist_only_for_trained_parameters(alternated):
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_resume_is_bitwise_identical(trainer, alternated, done, tmp_path):
+def test_resume_is_bitwise_identical(program, alternated, done, tmp_path):
   """From a checkpoint within a phase, and from one between two."""
-  checkpoints = Checkpoints(trainer.cfg.checkpoint, tmp_path, report=print)
-  checkpoints.save(done, state_on(trainer, alternated[done]), {})
+  checkpoints = Checkpoints(CheckpointConfig(), tmp_path, report=print)
+  checkpoints.save(done, state_on(program, alternated[done]), {})
   checkpoints.wait()
-  state = checkpoints.restore(trainer.abstract_state)[0]
+  state = checkpoints.restore(program.abstract_state)[0]
   checkpoints.close()
   for batch in BATCHES[done:]:
-    state, _ = trainer.train_step(state, place(trainer, batch))
+    state, _ = program.step(state, place(program, batch))
   trees.assert_equal_leaves(state, alternated[-1])
 
 
 @pytest.mark.slow
-def test_switch_strategy_gives_the_same_numbers(trainer_of, alternated):
-  switched = history(trainer_of(**MESH, **KEYS, phase_strategy="switch"))
+def test_switch_strategy_gives_the_same_numbers(program_of, alternated):
+  switched = history(program_of(**MESH, **KEYS, phase_strategy="switch"))
   got = paths(switched[-1].params)
   want = paths(alternated[-1].params)
   for path, leaf in want.items():
@@ -145,7 +147,7 @@ def test_switch_strategy_gives_the_same_numbers(trainer_of, alternated):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_phase_of_all_parameters_equals_a_run_without_phases(trainer_of, accumulate):
+def test_a_phase_of_all_parameters_equals_a_run_without_phases(program_of, accumulate):
   keys = {
     **MESH,
     **SMALL,
@@ -153,8 +155,8 @@ def test_a_phase_of_all_parameters_equals_a_run_without_phases(trainer_of, accum
     "decoder_block": "llama",
     "gradient_clipping_threshold": 0.5,
   }
-  plain = trainer_of(**keys)
-  phased = trainer_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
+  plain = program_of(**keys)
+  phased = program_of(**keys, phases="[{name: all, train: ['.*'], steps: 8}]")
   expected, rows = take_steps(plain, first_state(plain), BATCHES)
   state, phased_rows = take_steps(phased, first_state(phased), BATCHES)
   # Two programs may round differently.
@@ -166,14 +168,14 @@ def test_a_phase_of_all_parameters_equals_a_run_without_phases(trainer_of, accum
 
 
 @pytest.mark.slow
-def test_a_shared_state_and_a_repeated_batch_equal_a_run_without_phases(trainer_of):
+def test_a_shared_state_and_a_repeated_batch_equal_a_run_without_phases(program_of):
   """Also the learning rate of each update, which is in the metrics of a batch's last one."""
   keys = MESH | SMALL | {"decoder_block": "llama", "learning_rate_schedule_steps": 8}
   twice = "{name: twice, train: .*, steps: 1, repeat_batch: 2}"
   once = "{name: once, train: .*, steps: 1, share_optimizer_state: twice}"
-  phased = trainer_of(**keys, phases=f"[{twice}, {once}]")
+  phased = program_of(**keys, phases=f"[{twice}, {once}]")
   state, rows = take_steps(phased, first_state(phased), BATCHES[:3])
-  plain = trainer_of(**keys)
+  plain = program_of(**keys)
   batches = [BATCHES[n] for n in (0, 0, 1, 2, 2)]
   want, want_rows = take_steps(plain, first_state(plain), batches)
   last_rows = [want_rows[n] for n in (1, 2, 4)]
@@ -182,62 +184,70 @@ def test_a_shared_state_and_a_repeated_batch_equal_a_run_without_phases(trainer_
   for row, want_row in zip(rows, last_rows, strict=True):
     close(row["loss"], want_row["loss"])
     close(row["learning_rate"], want_row["learning_rate"])
-  flops_of_twice, flops_of_once = phased.flops_per_step
+  flops_of_twice, flops_of_once = flops_per_step(phased)
   assert flops_of_twice == 2 * flops_of_once
-  lines = phase_plan_of(phased).describe(8, phased.cfg.data)
+  lines = described(phased)
   assert lines[0].endswith("(.*), 2 times on each batch")
   assert lines[1].endswith("(.*), with the optimizer state of twice")
 
 
-def test_the_schedule_of_a_shared_state_has_all_its_updates(trainer_of):
+def described(program):
+  plan = phase_plan_of(program)
+  return plan.describe(plan.phases, 8, DataConfig())
+
+
+def test_the_schedule_of_a_shared_state_has_all_its_updates(program_of):
   twice = "{name: twice, train: .*, steps: 1, repeat_batch: 2}"
   once = "{name: once, train: .*, steps: 2, share_optimizer_state: twice}"
   other = "{name: other, train: .*, steps: 1}"
-  plan = phase_plan_of(trainer_of(**MESH, **SMALL, phases=f"[{twice}, {once}, {other}]"))
-  assert [plan.num_updates(phase, 8) for phase in plan.phases] == [8, 8, 2]
+  program = program_of(**MESH, **SMALL, phases=f"[{twice}, {once}, {other}]")
+  optimizers = [objective.spec.optimizer for objective in program.objectives]
+  num_updates = [optimizer.learning_rate_schedule_steps for optimizer in optimizers]
+  assert num_updates == [8, 8, 2]
 
 
-def test_frozen_paths_are_those_that_no_phase_trains(trainer_of, trainer):
-  every = paths(trainer.abstract_state.params)
-  assert set(trainer.frozen_paths) == {path for path in every if "moe/" not in path}
-  assert trainer_of(**MESH, **SMALL).frozen_paths == []
+def test_parameters_that_no_phase_trains_are_named(program):
+  every = paths(program.abstract_state.params)
+  assert set(phase_plan_of(program).untrained_paths) == {
+    path for path in every if "moe/" not in path
+  }
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_a_phase_without_a_gradient(trainer_of):
+def test_a_run_stops_at_a_phase_without_a_gradient(program_of):
   """The first factor of new adapters has none, since the second one is zero."""
   phases = "[{name: first, train: ['.*lora_a/.*'], steps: 1}]"
-  trainer = trainer_of(**MESH, **SMALL, decoder_block="llama", lora_rank=2, phases=phases)
-  state = first_state(trainer)
+  program = program_of(**MESH, **SMALL, decoder_block="llama", lora_rank=2, phases=phases)
+  state = first_state(program)
   with pytest.raises(UserError, match=r"phase first trains .* and 4 more, whose gradient is exac"):
-    take_steps(trainer, state, BATCHES[:1])
+    take_steps(program, state, BATCHES[:1])
 
 
-def test_optimizer_state_exists_only_for_trained_parameters(trainer):
-  state = trainer.abstract_state
+def test_optimizer_state_exists_only_for_trained_parameters(program):
+  state = program.abstract_state
   slots = [path for path in paths(state.opt_state) if "kernel" in path or "/w" in path]
   assert slots
   assert all("moe/w" in path or "router" in path for path in slots)
 
 
-def test_unmatched_regex_names_the_nearest_paths(trainer_of):
+def test_unmatched_regex_names_the_nearest_paths(program_of):
   with pytest.raises(
     ValueError, match=r"phase fit: 'layers_0/moe/w' .* nearest are layers_0/moe/w"
   ):
-    trainer_of(**MESH, phases="[{name: fit, train: [layers_0/moe/w], steps: 1}]")
+    program_of(**MESH, phases="[{name: fit, train: [layers_0/moe/w], steps: 1}]")
 
 
-def test_the_schedule_is_described(trainer):
-  lines = phase_plan_of(trainer).describe(8, trainer.cfg.data)
+def test_the_schedule_is_described(program):
+  lines = described(program)
   assert lines[-1] == "schedule: experts 1-2, router 3-3, experts 4-5, router 6-6, experts 7-8"
 
 
 @pytest.mark.slow
-def test_adapters_start_from_given_weights(trainer_of, tmp_path):
+def test_adapters_start_from_given_weights(program_of, tmp_path):
   keys = MESH | SMALL | {"decoder_block": "llama", "init_weights_seed": 1}
   lora = "[{name: lora, train: ['.*lora_.*'], steps: 1}]"
-  adapted = trainer_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
-  given = first_state(trainer_of(**keys)).params
+  adapted = program_of(**keys, lora_rank=2, phases=lora, ema_decay=0.5)
+  given = first_state(program_of(**keys)).params
 
   def whole(leaf):
     return (tuple(slice(0, size) for size in leaf.shape), leaf)
@@ -247,10 +257,10 @@ def test_adapters_start_from_given_weights(trainer_of, tmp_path):
 
   streams = {path: as_stream(leaf) for path, leaf in leaves_by_path(given).items()}
   write_parameters(tmp_path / "0", streams)
-  checkpoints = Checkpoints(adapted.cfg.checkpoint, tmp_path, report=print)
+  checkpoints = Checkpoints(CheckpointConfig(), tmp_path, report=print)
   (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
   assert data_state is None
-  state = jax.device_get(adapted.init_state(parts["params"]))
+  state = jax.device_get(adapted.init(0, parts["params"]))
   trees.assert_equal_leaves(drop_modules(state.params), given)
   adapters = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
   assert adapters.keys() == paths(state.ema).keys()
@@ -310,8 +320,9 @@ def with_phase_data(runs_folder):
 def test_a_phase_reads_a_separate_stream(with_phase_data):
   """Equal to a handwritten loop, in which nothing is compiled after the first step."""
   folder, output, keys = with_phase_data
-  trainer = build_trainer(config_of(**keys_in(folder, **keys)))
-  _, chat = phases_of(trainer.cfg)
+  cfg = config_of(**keys_in(folder, **keys))
+  program = build(cfg)
+  _, chat = phases_of(cfg)
 
   def train_stream(data, num_rows):
     opened = open_data(
@@ -323,9 +334,9 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
     )
     return opened.train_stream()
 
-  of_fit = train_stream(trainer.cfg.data, ROWS)
+  of_fit = train_stream(cfg.data, ROWS)
   of_chat = train_stream(chat.data, 8)
-  state = trainer.init_state()
+  state = program.init(0)
   rows = []
   num_compiled = []
   with compilations() as compiled:
@@ -334,8 +345,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
       if step % 3 == 2:
         stream = of_chat
       batch = next(stream)
-      batch = to_global(batch, trainer.batch_sharding, batch.tokens_BT.shape)
-      state, metrics = trainer.train_step(state, batch)
+      batch = to_global(batch, program.batch_sharding, batch.tokens_BT.shape)
+      state, metrics = program.step(state, batch)
       rows.append(jax.device_get(metrics))
       num_compiled.append(len(compiled))
   assert num_compiled[0] == num_compiled[-1] > 0
@@ -343,7 +354,7 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
     assert there["loss"] == row["loss"]
     assert there["num_tokens"] == row["num_tokens"]
     if there["step"] > 1:  # the first includes compilation
-      flops = trainer.flops_per_step[row["phase"]]
+      flops = flops_per_step(program)[row["phase"]]
       assert_speed(there, row["num_tokens"], flops)
   assert parameter_hash(output) == tree_hash(state.params)[:16]
   (path,) = chat.data.dataset_path
@@ -351,8 +362,8 @@ def test_a_phase_reads_a_separate_stream(with_phase_data):
   assert "phases' programs: separate (the phases' batches differ)" in output
   assert re.search(r"\ndata of chat: train .* in 9\d documents; .*; 8 x 16 tokens per step", output)
   phases = keys["phases"].replace("size: 1", "size: 2")
-  whole = build_trainer(config_of(**keys | {"phases": phases}))
-  assert trainer.flops_per_step[1] * 2 == whole.flops_per_step[1]
+  whole = build(config_of(**keys | {"phases": phases}))
+  assert flops_per_step(program)[1] * 2 == flops_per_step(whole)[1]
 
 
 def assert_speed(row, num_tokens, flops):
@@ -362,23 +373,23 @@ def assert_speed(row, num_tokens, flops):
   assert row["tflops_per_device"] == pytest.approx(flops / device_seconds / 1e12)
 
 
-def test_indivisible_batch_names_the_phase(trainer_of):
+def test_indivisible_batch_names_the_phase(program_of):
   phases = "[{name: all, train: .*, steps: 1}, {name: own, train: .*, steps: 1, KEY: 3}]"
   for key, says in (("gradient_accumulation_steps", 24), ("per_device_batch_size", 16)):
     keys = MESH | {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
     with pytest.raises(ValueError, match=f"phase own: .* do not divide by {says} "):
-      trainer_of(**keys, phases=phases.replace("KEY", key))
+      program_of(**keys, phases=phases.replace("KEY", key))
 
 
 class TimedLog:
   """A log whose steps take a given time."""
 
-  def __init__(self, trainer, monkeypatch):
+  def __init__(self, program, monkeypatch, log_period):
     self.seconds = 0.0
     self.rows = []
     monkeypatch.setattr("time.perf_counter", lambda: self.seconds)
     writer = SimpleNamespace(write=lambda row, _: self.rows.append(row))
-    self.log = StepLog(trainer, writer)
+    self.log = StepLog(config_of(log_period=log_period), program, writer)
 
   def add(self, step, seconds, **metrics):
     """Log a step with these metrics."""
@@ -389,9 +400,9 @@ class TimedLog:
 
 
 @pytest.mark.slow
-def test_speed_is_measured_per_phase(trainer_of, monkeypatch):
+def test_speed_is_measured_per_phase(program_of, monkeypatch):
   """Three steps of one second, then three of ten, logged every other step."""
-  log = TimedLog(trainer_of(**MESH, **KEYS, log_period=2), monkeypatch)
+  log = TimedLog(program_of(**MESH, **KEYS), monkeypatch, 2)
   for step in (1, 2, 3):
     log.add(step, 1, phase=0, num_tokens=8)
   for step in (4, 5, 6):
@@ -399,8 +410,8 @@ def test_speed_is_measured_per_phase(trainer_of, monkeypatch):
   assert [row.get("step_seconds") for row in log.rows] == [None, 1, 10, 10]
 
 
-def test_speed_after_a_resume_is_without_compilation(trainer_of, monkeypatch):
-  log = TimedLog(trainer_of(**MESH, log_period=10), monkeypatch)
+def test_speed_after_a_resume_is_without_compilation(program_of, monkeypatch):
+  log = TimedLog(program_of(**MESH), monkeypatch, 10)
   log.add(21, 100, num_tokens=80)
   for step in range(22, 41):
     log.add(step, 2, num_tokens=80)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import config_of
-from tiny_run import logged, start
+from support.tiny import build, config_of
+from support.tiny_run import logged, start
 
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
-from maxlite.phases.phase_programs import compile_for_batches
-from maxlite.training.trainer import build_trainer
+from maxlite.step.compile import compile_for_batches
+from maxlite.training.program import StepKind, step_flops
 
 SCHEDULES = {
   "batch_size_schedule": "[[0, 16], [3, 32]]",
@@ -30,9 +30,9 @@ def test_a_run_with_schedules_resumes_exactly_and_counts_its_tokens(folder):
   rows = read_rows(whole / "run/metrics.jsonl")
   assert [row["num_tokens"] for row in rows] == [16 * 16] * 3 + [32 * 16] * 5
   assert "read of data: 208 rows, 3,328 tokens, " in output
-  trainer = build_trainer(config_of(**keys))
+  program = build(config_of(**keys))
   shapes = [(32, 8)] * 3 + [(32, 16)] * 5
-  flops = [trainer.flops_of(trainer.objectives[0], shape) for shape in shapes]
+  flops = [step_flops(program, StepKind(program.objectives[0], shape)) for shape in shapes]
   for row, expected in list(zip(rows, flops, strict=True))[1:]:
     counted = row["tflops_per_device"] * row["step_seconds"] * 8e12
     np.testing.assert_allclose(counted, expected, rtol=1e-6)
@@ -72,4 +72,4 @@ def test_programs_are_compiled_for_the_given_shapes_only():
 )
 def test_a_schedule_that_does_not_fit_the_mesh_is_one_line(keys, message):
   with pytest.raises(UserError, match=message):
-    build_trainer(config_of(**keys))
+    build(config_of(**keys))

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import compilations
-from tiny_run import start
+from support.tiny import compilations
+from support.tiny_run import start
 
 import maxlite
 from maxlite import convert
@@ -61,7 +61,7 @@ def test_completions_are_those_of_the_checkpoints_parameters(run):
   lowered = [n for n in range(1, 5) if losses[n - 1] == min(losses[:n])]
   assert [row["step"] for row in rows] == sorted({*lowered, 2, 4})
   assert {row["prompt"] for row in rows} == {"to be"}
-  completer = Completer(run.trainer, ["to be"])
+  completer = Completer(run.config, run.program, ["to be"])
   assert rows[-1]["text"] == completer.complete(run.params)[0]
   with compilations() as found:
     assert rows[-1]["text"] == completer.complete(run.params)[0]
@@ -74,7 +74,7 @@ def test_a_resumed_run_drops_completions_of_later_steps(run, tmp_path):
   file = tmp_path / "completions.jsonl"
   file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
   callback = CompletionsCallback()
-  callback.on_start(CallbackContext(run.config, tmp_path, run.trainer, Writers([]), 3))
+  callback.on_start(CallbackContext(run.config, tmp_path, run.program, Writers([]), 3))
   callback.on_end(4, "")
   assert [json.loads(line) for line in file.read_text().splitlines()] == rows[:3]
 

@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-from corruption import corrupted
-from tiny import config_of
-from tiny_run import keys_in
+from support.corruption import corrupted
+from support.tiny import build, config_of
+from support.tiny_run import keys_in
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
@@ -19,10 +19,10 @@ from maxlite.data.train_streams import TrainStreams
 from maxlite.distributed.watchdog import Watchdog
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import Writers
-from maxlite.runs.open_run import open_trainer_data
+from maxlite.runs.open_run import open_run_data
 from maxlite.training.loop import LoopContext, train
 from maxlite.training.step_log import StepLog
-from maxlite.training.trainer import build_trainer
+from maxlite.training.trainer import Trainer
 
 HANG = """
 import time
@@ -119,17 +119,18 @@ def test_run_with_differing_replicas_stops_without_a_checkpoint(tmp_path):
   keys |= {"decoder_block": "llama", "base_num_decoder_layers": 1, "gradient_accumulation_steps": 1}
   keys |= {"ema_decay": 0}
   cfg = config_of(**keys_in(tmp_path, checkpoint_period=1, **keys))
-  trainer = build_trainer(cfg)
+  program = build(cfg)
   checkpoints = Checkpoints(cfg.checkpoint, tmp_path / "checkpoints", pytest.fail)
-  check = ReplicaCheck(trainer.abstract_state)
-  log = StepLog(trainer, Writers([]))
+  check = ReplicaCheck(program.abstract_state)
+  log = StepLog(cfg, program, Writers([]))
   profiler = Profiler(cfg.observe, tmp_path)
+  state = program.init(0)
+  trainer = Trainer(cfg, program, state)
   context = LoopContext(trainer, checkpoints, log, profiler, None, replica_check=check)
-  state = trainer.init_state()
   norm = state.params["final_norm"]
   norm["scale"] = corrupted(norm["scale"], 3)
-  stream = TrainStreams({"train": open_trainer_data(trainer)})
-  ending = train(context, state, stream, 1, 8)
+  stream = TrainStreams({"train": open_run_data(cfg, program)})
+  ending = train(context, stream, 1, 8)
   stream.close()
   checkpoints.close()
   assert (ending.step, ending.exit_code, ending.is_saved) == (2, 1, False)

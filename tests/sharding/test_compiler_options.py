@@ -2,10 +2,10 @@
 
 import jax
 import pytest
+from support.tiny import build
 
 from maxlite.config import load_config
 from maxlite.sharding import compiler_options
-from maxlite.training.trainer import build_trainer
 
 KNOWN = {"xla_cpu_enable_fast_math": False}
 
@@ -45,12 +45,12 @@ def test_numbers_are_given_as_text():
 
 
 def test_the_training_step_is_compiled_with_them():
-  def trainer(value):
-    return build_trainer(
+  def program(value):
+    return build(
       load_config(["configs/base.yml", f"compiler_options={{xla_{value}}}"], needs_data=False)
     )
 
-  known = trainer("cpu_enable_fast_math: true")
+  known = program("cpu_enable_fast_math: true")
   assert known.compiler_options == {"xla_cpu_enable_fast_math": True}
   with pytest.raises(ValueError, match="No such compile option: 'xla_nope'"):
-    trainer("nope: 1").lower_step()
+    program("nope: 1").compile()

@@ -1,9 +1,9 @@
-"""Compiler settings of the tests in this folder; their other fixtures are in run_fixtures.py."""
+"""Compiler settings of the tests in this folder; their other fixtures are in support/."""
 
 from collections.abc import Iterator
 
 import pytest
-from tiny import fast_compilation
+from support.tiny import fast_compilation
 
 
 @pytest.fixture(autouse=True, scope="package")

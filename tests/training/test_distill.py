@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, take_steps, uneven_batch
-from tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
+from support.saved_models import save_run
+from support.slow_cases import slow
+from support.tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, take_steps, uneven_batch
+from support.tiny_run import keys_in, last_manifest, logged, parameter_hash, snapshot, start
 
-from maxlite.checkpoint.checksum import leaves_by_path, tree_hash
-from maxlite.checkpoint.chunked_array import ChunkedArray, whole
-from maxlite.checkpoint.parameters import write_parameters
+from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config import save_resolved
 from maxlite.errors import UserError
 from maxlite.planning.hlo import parse
@@ -24,10 +23,11 @@ from maxlite.planning.plan_report import memory_lines
 from maxlite.runs.open_run import open_weights
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
+from maxlite.training.feature import find_feature
+from maxlite.training.features.teacher import DISTILL, Teacher
 from maxlite.training.loss import Sums
 from maxlite.training.model_folders import teacher_folders
-from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.teacher import DISTILL, teacher_of
+from maxlite.training.program import flops_per_step
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 WIDTHS = (8, 8, 12)  # of the student and of two teachers
@@ -110,24 +110,13 @@ def test_the_loss_mixes_the_next_token_with_the_divergence_times_t_squared():
   assert (total, parts["loss"], parts["distill_loss"]) == (0.75 * 2 + 0.25 * 9 * 3, 2, 9 * 3)
 
 
-def save_run(folder, params, cfg):
-  """Write `params` as the weights of a run that has not been trained."""
-
-  def stored(x):
-    return ChunkedArray(x.shape, x.dtype, x.shape, lambda: [(whole(x.shape), x)])
-
-  leaves = {path: stored(leaf) for path, leaf in leaves_by_path(jax.device_get(params)).items()}
-  write_parameters(folder / "checkpoints" / "0", leaves)
-  save_resolved(cfg, folder / "config.yml")
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
   """The folder of an ensemble of a dense and an MoE decoder."""
   folder = tmp_path_factory.mktemp("teacher")
   for seed, (name, keys) in enumerate(MEMBERS.items()):
     cfg = config_of(init_weights_seed=seed, **keys)
-    save_run(folder / "members" / name, build_trainer(cfg).init_state().params, cfg)
+    save_run(folder / "members" / name, build(cfg).init(seed).params, cfg)
   save_resolved(config_of(members="[{name: dense}]"), folder / "config.yml")
   return folder
 
@@ -135,15 +124,15 @@ def teacher(tmp_path_factory):
 def student_of(teacher, mesh, num_devices=8, **keys):
   keys = {"teacher_path": teacher, "distill_temperature": 2, **mesh_keys(mesh)} | keys
   cfg = config_of(loss_type="distill", **keys)
-  return build_trainer(cfg, jax.devices()[:num_devices])
+  return build(cfg, jax.devices()[:num_devices])
 
 
-def take_taught_step(trainer, host_state):
+def take_taught_step(program, host_state):
   def step(state, batch):
-    return trainer.train_step(state, trainer.with_extra_inputs(batch))
+    return program.step(state, program.with_extra_inputs(batch))
 
-  taught = dataclasses.replace(trainer)
-  vars(taught)["train_step"] = step
+  taught = dataclasses.replace(program)
+  vars(taught)["step"] = step
   after, (metrics,) = take_steps(taught, host_state, [uneven_batch(0)])
   return after.params, metrics
 
@@ -151,9 +140,9 @@ def take_taught_step(trainer, host_state):
 @pytest.fixture(scope="module")
 def one_step(teacher):
   """(state before, parameters and metrics after) a step of an MoE student on one device."""
-  trainer = student_of(teacher, "", 1, **MOE, per_device_batch_size=ROWS)
-  state = jax.device_get(trainer.init_state())
-  return state, *take_taught_step(trainer, state)
+  program = student_of(teacher, "", 1, **MOE, per_device_batch_size=ROWS)
+  state = jax.device_get(program.init(0))
+  return state, *take_taught_step(program, state)
 
 
 @pytest.mark.slow
@@ -166,13 +155,13 @@ def one_step(teacher):
 )
 def test_any_mesh_and_accumulation_give_the_same_step(teacher, one_step, mesh, num_micro):
   state, expected, expected_metrics = one_step
-  trainer = student_of(teacher, mesh, **MOE, gradient_accumulation_steps=num_micro)
-  params, metrics = take_taught_step(trainer, state)
+  program = student_of(teacher, mesh, **MOE, gradient_accumulation_steps=num_micro)
+  params, metrics = take_taught_step(program, state)
   for name in ("loss", "distill_loss", "total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=2e-5, err_msg=name)
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
   jax.tree.map(close, params, expected)
-  sharded = teacher_of(trainer).params[1]["layers_0"]["moe"]["wo"]
+  sharded = find_feature(program.features, Teacher).params[1]["layers_0"]["moe"]["wo"]
   assert sharded.addressable_shards[0].data.size < sharded.size / 3
 
 
@@ -188,19 +177,19 @@ def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient():
 @pytest.mark.usefixtures("optimized")
 def test_the_step_has_no_backward_pass_of_the_teacher(teacher):
   keys = SMALL | {"teacher_members": "[dense]", "logits_chunk_tokens": 2 * ROWS * LENGTH}
-  trainer = student_of(teacher, "", 1, **keys, per_device_batch_size=ROWS)
-  compiled = matmul_flops(parse(trainer.lower_step().compile().as_text())).total
-  (counted,) = trainer.flops_per_step
-  forward = teacher_of(trainer).forward_flops(trainer.batch_shape)
+  program = student_of(teacher, "", 1, **keys, per_device_batch_size=ROWS)
+  compiled = matmul_flops(parse(program.lower(program.objectives[0]).compile().as_text())).total
+  (counted,) = flops_per_step(program)
+  forward = find_feature(program.features, Teacher).forward_flops(program.batch_shape)
   assert counted <= compiled < counted + forward / 4 < counted * 1.1  # attention is counted half
 
 
 @pytest.mark.slow
 def test_the_memory_estimate_counts_the_parameters_of_the_teacher(teacher):
-  trainer = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
-  leaves = jax.tree.leaves(teacher_of(trainer).params)
+  program = student_of(teacher, "fsdp=4 tensor=2", **SMALL)
+  leaves = jax.tree.leaves(find_feature(program.features, Teacher).params)
   num_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-  estimate = estimate_memory(trainer)
+  estimate = estimate_memory(program)
   assert estimate.teacher == num_bytes
   state = estimate.parameters + estimate.optimizer
   assert estimate.total == pytest.approx(state + num_bytes + estimate.temporaries)
@@ -239,9 +228,11 @@ def test_a_hugging_face_folder_teaches(folder):
     teacher_path=FIXTURES / "mixtral",
     max_target_length=8,
   )
-  trainer = build_trainer(cfg)
-  assert teacher_of(trainer).models[0].trainer.cfg.model.decoder_block == "mixtral"
-  assert "distill_loss" in trainer.lower_step().out_info[1]
+  program = build(cfg)
+  assert (
+    find_feature(program.features, Teacher).models[0].program.spec.model.decoder_block == "mixtral"
+  )
+  assert "distill_loss" in program.lower(program.objectives[0]).out_info[1]
 
 
 @pytest.mark.slow
@@ -250,7 +241,7 @@ def test_a_run_with_moving_averages_teaches_by_them(folder):
   assert start(folder, **keys)[0] == 0
   _, params, averages, _ = open_weights(config_of(**keys_in(folder, **keys)))
   student = student_of(folder / "run", "", 1, **SMALL, per_device_batch_size=ROWS)
-  (taught,) = teacher_of(student).params
+  (taught,) = find_feature(student.features, Teacher).params
   jax.tree.map(np.testing.assert_array_equal, taught, averages)
   assert tree_hash(params) != tree_hash(averages)
 

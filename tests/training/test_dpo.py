@@ -11,31 +11,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from test_distill import save_run
-from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place, state_on, take_steps
-from tiny_run import keys_in, logged, start
+from preference_pairs import PAIRS, draw_pairs, packed
+from support import trees
+from support.saved_models import save_run
+from support.slow_cases import slow
+from support.tiny import (
+  LENGTH,
+  ROWS,
+  build,
+  config_of,
+  mesh_keys,
+  place,
+  state_on,
+  take_steps,
+)
+from support.tiny_run import keys_in, logged, start
 
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.config.schema import LoraConfig
-from maxlite.data.batch import Batch
-from maxlite.data.packing import pad_row
 from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.models import Decoder
 from maxlite.runs.evaluate_run import run_evaluation
 from maxlite.training.model_folders import check_model_folders
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import build_objective_parts, flops_per_step, inputs_hash
 
-PAIRS = {
-  "loss_type": "dpo",
-  "dpo_beta": 0.5,
-  "dpo_label_smoothing": 0.1,
-  "dataset_type": "preference",
-  "dataset_path": "configs/chat/preferences.jsonl",
-  "chat_template_path": "configs/chat/plain.jinja",
-}
 ADAPTERS = {
   "lora_rank": 2,
   "lora_alpha": 4,
@@ -59,66 +59,8 @@ MEANS = (
 )
 
 
-class Sequence(NamedTuple):
-  """Ids of a prompt and its answer."""
-
-  ids: list[int]
-  num_prompt: int
-
-  @property
-  def weights(self):
-    """For every target, 1 if it is of the answer."""
-    return [float(n >= self.num_prompt) for n in range(1, len(self.ids))]
-
-
-class Pair(NamedTuple):
-  chosen: Sequence
-  rejected: Sequence
-
-
-def draw_pairs(seed):
-  """The pairs of every row of a batch; every fourth row has none."""
-  draw = np.random.default_rng(seed)
-
-  def draw_ids(max_length):
-    length = draw.integers(1, max_length + 1)
-    return draw.integers(VOCAB, size=length).tolist()
-
-  rows = []
-  for row in range(ROWS):
-    pairs = []
-    room = LENGTH
-    while row % 4 != 3 and room >= 8 and len(pairs) < 2:
-      prompt = draw_ids(2)
-      chosen = Sequence(prompt + draw_ids(3), len(prompt))
-      rejected = Sequence(prompt + draw_ids(3), len(prompt))
-      pairs.append(Pair(chosen, rejected))
-      room -= len(chosen.weights) + len(rejected.weights)
-    rows.append(pairs)
-  return rows
-
-
-def packed(rows):
-  """The batch with all pairs of a row in it."""
-  batch_rows = []
-  for pairs in rows:
-    inputs = []
-    targets = []
-    weights = []
-    lengths = []
-    for sequence in itertools.chain.from_iterable(pairs):
-      inputs += sequence.ids[:-1]
-      targets += sequence.ids[1:]
-      weights += sequence.weights
-      lengths.append(len(sequence.weights))
-    row = pad_row(np.array(inputs, int), np.array(targets, int), np.array(lengths, int), LENGTH)
-    row["weight_BT"][: len(weights)] = weights
-    batch_rows.append(row)
-  return Batch(**trees.stack(batch_rows))
-
-
-def trainer_on(mesh, num_devices=8, **keys):
-  return build_trainer(config_of(**PAIRS | mesh_keys(mesh) | keys), jax.devices()[:num_devices])
+def program_on(mesh, num_devices=8, **keys):
+  return build(config_of(**PAIRS | mesh_keys(mesh) | keys), jax.devices()[:num_devices])
 
 
 def with_drawn_adapters(state):
@@ -171,12 +113,12 @@ def log_probs(model, params, alone):
   return jnp.split(log_p_S, 2)
 
 
-def loss_by_definition(trainer, params, rows):
+def loss_by_definition(program, params, rows):
   """(loss, means over pairs), from sequences with a row each."""
-  model = trainer.cfg.model
-  base = Decoder(dataclasses.replace(model, lora=LoraConfig()), trainer.sharder)
+  model = program.spec.model
+  base = Decoder(dataclasses.replace(model, lora=LoraConfig()), program.sharder)
   alone = separate(rows)
-  log_p_chosen, log_p_rejected = log_probs(trainer.model, params, alone)
+  log_p_chosen, log_p_rejected = log_probs(program.model, params, alone)
   base_params = drop_modules(params, ADAPTER)
   reference_chosen, reference_rejected = log_probs(base, base_params, alone)
   chosen = 0.5 * (log_p_chosen - reference_chosen)
@@ -198,20 +140,20 @@ def loss_by_definition(trainer, params, rows):
 
 @pytest.fixture(scope="module")
 def dense():
-  """A trainer on one device, and its first state with adapters that change the model."""
-  trainer = trainer_on("", 1, **DENSE, **ADAPTERS, per_device_batch_size=ROWS)
-  return trainer, with_drawn_adapters(trainer.init_state())
+  """A program on one device, and its first state with adapters that change the model."""
+  program = program_on("", 1, **DENSE, **ADAPTERS, per_device_batch_size=ROWS)
+  return program, with_drawn_adapters(program.init(0))
 
 
 @pytest.mark.parametrize("num_micro", [slow(1), 4])
 def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_micro):
   _, state = dense
   keys = DENSE | ADAPTERS | {"gradient_accumulation_steps": num_micro}
-  trainer = trainer_on("", 1, **keys, per_device_batch_size=ROWS)
+  program = program_on("", 1, **keys, per_device_batch_size=ROWS)
   rows = draw_pairs(0)
-  step = jax.jit(trainer.build_parts(0).gradients)
-  result = step(state.params, None, place(trainer, packed(rows)), jax.random.key(0))
-  by_definition = functools.partial(loss_by_definition, trainer, rows=rows)
+  step = jax.jit(build_objective_parts(program, program.objectives[0]).gradients)
+  result = step(state.params, None, place(program, packed(rows)), jax.random.key(0))
+  by_definition = functools.partial(loss_by_definition, program, rows=rows)
   (_, means), gradients = jax.jit(jax.value_and_grad(by_definition, has_aux=True))(state.params)
   assert 0 < means["rewards/accuracies"] < 1
   for name in MEANS:
@@ -226,9 +168,9 @@ def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_m
 @pytest.fixture(scope="module")
 def one_step():
   """(state before, parameters and metrics after) a step of an MoE model on one device."""
-  trainer = trainer_on("", 1, **MOE, **ADAPTERS, per_device_batch_size=ROWS)
-  state = with_drawn_adapters(trainer.init_state())
-  after, (metrics,) = take_steps(trainer, state, [packed(draw_pairs(0))])
+  program = program_on("", 1, **MOE, **ADAPTERS, per_device_batch_size=ROWS)
+  state = with_drawn_adapters(program.init(0))
+  after, (metrics,) = take_steps(program, state, [packed(draw_pairs(0))])
   return state, after.params, metrics
 
 
@@ -244,8 +186,8 @@ def one_step():
 )
 def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro):
   state, expected, expected_metrics = one_step
-  trainer = trainer_on(mesh, **MOE, **ADAPTERS, gradient_accumulation_steps=num_micro)
-  after, (metrics,) = take_steps(trainer, state, [packed(draw_pairs(0))])
+  program = program_on(mesh, **MOE, **ADAPTERS, gradient_accumulation_steps=num_micro)
+  after, (metrics,) = take_steps(program, state, [packed(draw_pairs(0))])
   for name in (*MEANS, "load_balance_loss", "total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=5e-5, err_msg=name)
   balance = 0.5 * metrics["load_balance_loss"]
@@ -256,21 +198,21 @@ def test_any_mesh_and_accumulation_give_the_same_step(one_step, mesh, num_micro)
 
 @pytest.mark.slow
 def test_a_folder_is_a_reference_like_the_model_without_adapters(dense, tmp_path):
-  trainer, state = dense
+  program, state = dense
   rows = packed(draw_pairs(0))
-  _, (expected,) = take_steps(trainer, state, [rows])
+  _, (expected,) = take_steps(program, state, [rows])
   plain = config_of(**DENSE)
   save_run(tmp_path, drop_modules(state.params, ADAPTER), plain)
   keys = DENSE | ADAPTERS | {"reference_path": tmp_path, "per_device_batch_size": ROWS}
-  referring = trainer_on("", 1, **keys)
+  referring = program_on("", 1, **keys)
   inputs = referring.with_extra_inputs(place(referring, rows))
-  _, metrics = referring.train_step(state_on(referring, state), inputs)
+  _, metrics = referring.step(state_on(referring, state), inputs)
   for name in (*MEANS, "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-6, err_msg=name)
-  (flops,) = referring.flops_per_step
-  assert [flops] == trainer.flops_per_step
-  assert referring.inputs_hash
-  assert not trainer.inputs_hash
+  (flops,) = flops_per_step(referring)
+  assert [flops] == flops_per_step(program)
+  assert inputs_hash(referring)
+  assert not inputs_hash(program)
 
 
 def write_lines(file, records):
@@ -359,10 +301,10 @@ def test_a_run_learns_and_evaluates_preferences(folder, capsys):
   ids=str,
 )
 def test_mistakes_are_one_line(keys, message):
-  def build():
+  def check_and_build():
     cfg = config_of(**DENSE | ADAPTERS | PAIRS | keys)
     check_model_folders(cfg)  # as a command does before it imports JAX
-    build_trainer(cfg, jax.devices()[:1])
+    build(cfg, jax.devices()[:1])
 
   with pytest.raises(UserError, match=re.escape(message)):
-    build()
+    check_and_build()

@@ -7,10 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
-from tiny import uneven_batch as batch_of
+from support import trees
+from support.slow_cases import slow
+from support.tiny import (
+  LENGTH,
+  ROWS,
+  VOCAB,
+  assert_same_steps,
+  build,
+  config_of,
+  mesh_keys,
+  place,
+  take_steps,
+)
+from support.tiny import uneven_batch as batch_of
 
 from maxlite.data.batch import Batch
 from maxlite.evaluation.draft_acceptance import acceptance_sums, argmax_token
@@ -21,9 +31,8 @@ from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.registry import DRAFT_LOSSES, LOSSES
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.train_state import TrainState
+from maxlite.training.features.phases import phase_plan_of
 from maxlite.training.loss import Hidden, run_forward
-from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.alternating_phases import phase_plan_of
 
 D = 8
 J = 3
@@ -285,25 +294,25 @@ class TwoPhases(NamedTuple):
   rows: list[dict]
 
 
-def two_phases(trainer, before):
-  matched, (first_row,) = take_steps(trainer, before, [batch_of(0)])
-  joint, (second_row,) = take_steps(trainer, matched, [batch_of(1)])
+def two_phases(program, before):
+  matched, (first_row,) = take_steps(program, before, [batch_of(0)])
+  joint, (second_row,) = take_steps(program, matched, [batch_of(1)])
   return TwoPhases(before, matched, joint, [first_row, second_row])
 
 
-def replicated_phases(trainer):
-  return two_phases(trainer, jax.device_get(trainer.init_state()))
+def replicated_phases(program):
+  return two_phases(program, jax.device_get(program.init(0)))
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  """The trainer where every device computes all."""
-  return trainer_of(**KEYS, **REPLICATED)
+def program(program_of):
+  """The program where every device computes all."""
+  return program_of(**KEYS, **REPLICATED)
 
 
 @pytest.fixture(scope="module")
-def replicated(trainer):
-  return replicated_phases(trainer)
+def replicated(program):
+  return replicated_phases(program)
 
 
 def has_moved(before, after):
@@ -312,7 +321,7 @@ def has_moved(before, after):
 
 
 @pytest.mark.slow
-def test_each_phase_changes_only_its_part(replicated, trainer):
+def test_each_phase_changes_only_its_part(replicated, program):
   moved = has_moved(replicated.before.params, replicated.matched.params)
   assert moved.pop("draft_head") == {"kernel": True}
   assert set(jax.tree.leaves(moved)) == {False}
@@ -322,7 +331,7 @@ def test_each_phase_changes_only_its_part(replicated, trainer):
   row, second_row = replicated.rows
   assert int(row["phase"]) == 0
   assert int(second_row["phase"]) == 1
-  phase = phase_plan_of(trainer).phases[0]
+  phase = phase_plan_of(program).phases[0]
   assert losses_by_phase(phase, row) == {
     "match/loss": row["loss"],
     "match/draft_loss": row["draft_loss"],
@@ -335,10 +344,10 @@ def assert_same_phases(got, want):
 
 
 @pytest.mark.slow
-def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, replicated):
+def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(program_of, replicated):
   mesh = mesh_keys("data=2 context=2 tensor=2")
-  trainer = trainer_of(**KEYS, **mesh, gradient_accumulation_steps=2)
-  assert_same_phases(two_phases(trainer, replicated.before), replicated)
+  program = program_of(**KEYS, **mesh, gradient_accumulation_steps=2)
+  assert_same_phases(two_phases(program, replicated.before), replicated)
 
 
 @pytest.mark.slow
@@ -349,18 +358,18 @@ def test_steps_of_draft_heads_are_the_same_on_a_mesh_and_in_micro_batches(traine
     ("data=2 expert=2 tensor=2", {"gradient_accumulation_steps": 4}),
   ],
 )
-def test_steps_of_draft_heads_in_a_mixture_are_the_same(trainer_of, mesh, keys):
+def test_steps_of_draft_heads_in_a_mixture_are_the_same(program_of, mesh, keys):
   mixture = KEYS | {"decoder_block": "mixtral"}
-  expected = replicated_phases(trainer_of(**mixture, **REPLICATED))
-  trainer = trainer_of(**mixture, **mesh_keys(mesh), **keys)
-  assert_same_phases(two_phases(trainer, expected.before), expected)
+  expected = replicated_phases(program_of(**mixture, **REPLICATED))
+  program = program_of(**mixture, **mesh_keys(mesh), **keys)
+  assert_same_phases(two_phases(program, expected.before), expected)
 
 
 @pytest.mark.slow
-def test_draft_heads_start_as_copies_of_the_head(replicated, trainer):
-  model = trainer.model
+def test_draft_heads_start_as_copies_of_the_head(replicated, program):
+  model = program.model
   batch = batch_of(0)
-  placed = place(trainer, batch)
+  placed = place(program, batch)
 
   @jax.jit
   def both(params):
@@ -381,14 +390,14 @@ def test_draft_heads_start_as_copies_of_the_head(replicated, trainer):
   accepted_J = np.zeros(J)
   for b, t, j, s in drafts_of(batch):
     accepted_J[j] += drafted_BTJ[b, t, j] == own_BT[b, s]
-  eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
+  eval_step = compile_eval_step(program, np.ones(VOCAB, np.int32))
   sums = eval_step(replicated.matched.params, placed)
   np.testing.assert_array_equal(sums["draft"]["accepted_J"], accepted_J)
 
 
 @pytest.mark.slow
-def test_draft_heads_do_not_change_other_initial_parameters(trainer_of, replicated):
-  without = trainer_of(decoder_block="llama", base_num_decoder_layers=1, **REPLICATED).init_state()
+def test_draft_heads_do_not_change_other_initial_parameters(program_of, replicated):
+  without = program_of(decoder_block="llama", base_num_decoder_layers=1, **REPLICATED).init(0)
   params = dict(replicated.before.params)
   del params["draft_head"]
   trees.assert_equal_leaves(without.params, params)
@@ -398,26 +407,25 @@ def test_draft_heads_do_not_change_other_initial_parameters(trainer_of, replicat
 def test_match_phase_has_no_backward_pass_of_the_trunk():
   """Besides the trunk's forward matmuls, it has only those of the heads and the logits."""
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
-  trainer = build_trainer(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
-  state = trainer.abstract_state
-  batch = trainer.abstract_inputs(trainer.batch_shape)
+  program = build(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
+  state = program.abstract_state
+  batch = program.abstract_inputs(program.batch_shape)
 
   def forward(state, batch):
-    return run_forward(trainer.model, state.params, batch, None, drafts=False)
+    return run_forward(program.model, state.params, batch, None, drafts=False)
 
   def flops_of(lowered):
     module = parse(lowered.compile().as_text())
     return matmul_flops(module).total
 
   trunk = flops_of(jax.jit(forward).lower(state, batch))
-  match = flops_of(trainer.lower_step(0))
-  cfg = trainer.cfg
-  dim = cfg.model.base_emb_dim
-  vocab = cfg.model.vocab_size
+  match = flops_of(program.lower(program.objectives[0]))
+  dim = program.spec.model.base_emb_dim
+  vocab = program.spec.model.vocab_size
   head = dim * dim
   logits = dim * vocab
   # Heads: forward and weight gradient. Logits: forward for the trunk; forward and backward for the
   # drafts.
   macs = J * 2 * head + logits + J * 2 * logits
-  num_tokens = trainer.batch_shape[0] * LENGTH
+  num_tokens = program.batch_shape[0] * LENGTH
   np.testing.assert_allclose(match, trunk + 2 * num_tokens * macs, rtol=0.02)

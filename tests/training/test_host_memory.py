@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-import trees
-from tiny import mesh_keys, place, uneven_batch
+from support import trees
+from support.tiny import mesh_keys, place, uneven_batch
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.checkpoint.replicas import ReplicaCheck
@@ -15,48 +15,48 @@ KEYS = {"decoder_block": "llama"} | mesh_keys("fsdp=4 tensor=2")
 
 
 @pytest.fixture(scope="module")
-def trainer_with(trainer_of):
-  """A function from offload and other keys to a trainer."""
+def program_with(program_of):
+  """A function from offload and other keys to a program."""
 
   def build(offload, **keys):
-    return trainer_of(**KEYS, **keys, optimizer_memory_host_offload=str(offload).lower())
+    return program_of(**KEYS, **keys, optimizer_memory_host_offload=str(offload).lower())
 
   return build
 
 
-def train(trainer, state, seeds):
+def train(program, state, seeds):
   for seed in seeds:
-    state, metrics = trainer.train_step(state, place(trainer, uneven_batch(seed)))
+    state, metrics = program.step(state, place(program, uneven_batch(seed)))
   return state, metrics
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_offloaded", [True, False])
-def test_training_resumes_across_the_switch_bit_for_bit(trainer_with, tmp_path, saved_offloaded):
-  trainer = trainer_with(saved_offloaded)
-  other = trainer_with(not saved_offloaded)
-  state, _ = train(trainer, trainer.init_state(), (0, 1))
+def test_training_resumes_across_the_switch_bit_for_bit(program_with, tmp_path, saved_offloaded):
+  program = program_with(saved_offloaded)
+  other = program_with(not saved_offloaded)
+  state, _ = train(program, program.init(0), (0, 1))
   checkpoints = Checkpoints(CheckpointConfig(), tmp_path, pytest.fail)
   checkpoints.save(2, state, {})
   checkpoints.wait()
   restored = checkpoints.restore(other.abstract_state)[0]
   checkpoints.close()
-  assert ReplicaCheck(trainer.abstract_state).difference(state) == ""
+  assert ReplicaCheck(program.abstract_state).difference(state) == ""
   for each, offloaded in ((state, saved_offloaded), (restored, not saved_offloaded)):
     assert {is_on_host(leaf) for leaf in jax.tree.leaves(each.opt_state)} == {offloaded}
     assert not any(map(is_on_host, jax.tree.leaves(each.params)))
   resumed = train(other, restored, (2,))
-  expected = train(trainer, state, (2,))
+  expected = train(program, state, (2,))
   trees.assert_equal_leaves(resumed, expected)
 
 
 @pytest.mark.slow
-def test_each_phase_moves_its_own_state(trainer_with):
+def test_each_phase_moves_its_own_state(program_with):
   phases = "[{name: all, train: .*, steps: 1}, {name: out, train: unembed/.*, steps: 1}]"
   results = []
   for offload in (False, True):
-    trainer = trainer_with(offload, phases=phases)
-    results.append(train(trainer, trainer.init_state(), (0, 1)))
+    program = program_with(offload, phases=phases)
+    results.append(train(program, program.init(0), (0, 1)))
   on_device, on_host = results
   trees.assert_equal_leaves(on_host, on_device)
   offloaded_state, _ = on_host
@@ -64,12 +64,12 @@ def test_each_phase_moves_its_own_state(trainer_with):
 
 
 @pytest.mark.slow
-def test_the_estimate_has_what_the_host_holds(trainer_with):
-  on_device = estimate_memory(trainer_with(False, remat_policy="minimal"))
-  on_host = estimate_memory(trainer_with(True, remat_policy="offload"))
+def test_the_estimate_has_what_the_host_holds(program_with):
+  on_device = estimate_memory(program_with(False, remat_policy="minimal"))
+  on_host = estimate_memory(program_with(True, remat_policy="offload"))
   assert on_host.parameters == on_device.parameters
   # Counters of the steps, in the state, stay on the device.
   assert on_host.host_optimizer == pytest.approx(on_device.optimizer, abs=64)
   assert 0 < on_host.host_activations < on_device.saved_activations
-  full = estimate_memory(trainer_with(False, remat_policy="full"))
+  full = estimate_memory(program_with(False, remat_policy="full"))
   assert on_host.saved_activations == full.saved_activations

@@ -3,50 +3,49 @@
 import jax
 import numpy as np
 import pytest
-import trees
-from tiny import VOCAB, config_of, place, state_on, take_steps, uneven_batch
+from support import trees
+from support.tiny import VOCAB, build, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
-from maxlite.runs.open_run import open_objective_data, open_trainer_data
-from maxlite.training.trainer import build_trainer
+from maxlite.runs.open_run import open_objective_data, open_run_data
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  return trainer_of(decoder_block="mixtral")
+def program(program_of):
+  return program_of(decoder_block="mixtral")
 
 
 @pytest.fixture(scope="module")
-def first_state(trainer):
-  return jax.device_get(trainer.init_state())
+def first_state(program):
+  return jax.device_get(program.init(0))
 
 
-def one_step(trainer, state):
+def one_step(program, state):
   """(metrics of a step, parameters after it)."""
-  after, (metrics,) = take_steps(trainer, state, [uneven_batch(0)])
+  after, (metrics,) = take_steps(program, state, [uneven_batch(0)])
   return metrics, after.params
 
 
-def held_out_loss(trainer, state):
-  eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
-  params = state_on(trainer, state).params
-  sums = eval_step(params, place(trainer, uneven_batch(0)))
+def held_out_loss(program, state):
+  eval_step = compile_eval_step(program, np.ones(VOCAB, np.int32))
+  params = state_on(program, state).params
+  sums = eval_step(params, place(program, uneven_batch(0)))
   return sums["nll"] / sums["weight"]
 
 
 @pytest.fixture(scope="module")
-def expected_loss(trainer, first_state):
+def expected_loss(program, first_state):
   """The held-out loss with the default keys of the model."""
-  return held_out_loss(trainer, first_state)
+  return held_out_loss(program, first_state)
 
 
 @pytest.mark.slow
-def test_implementation_keys_do_not_change_the_step(trainer_of):
+def test_implementation_keys_do_not_change_the_step(program_of):
   keys = {"decoder_block": "mixtral", "base_num_decoder_layers": 2, "scan_layers": True}
-  trainer = trainer_of(**keys, scan_unroll=1)
-  state = jax.device_get(trainer.init_state())
-  expected, expected_params = one_step(trainer, state)
-  other = trainer_of(**keys, scan_unroll=2, attention_block_q=5)
+  program = program_of(**keys, scan_unroll=1)
+  state = jax.device_get(program.init(0))
+  expected, expected_params = one_step(program, state)
+  other = program_of(**keys, scan_unroll=2, attention_block_q=5)
   metrics, params = one_step(other, state)
   for name in ("total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
@@ -64,24 +63,24 @@ def test_implementation_keys_do_not_change_the_step(trainer_of):
   ],
   ids=str,
 )
-def test_model_keys_change_the_loss(trainer_of, first_state, expected_loss, other):
-  loss = held_out_loss(trainer_of(decoder_block="mixtral", **other), first_state)
+def test_model_keys_change_the_loss(program_of, first_state, expected_loss, other):
+  loss = held_out_loss(program_of(decoder_block="mixtral", **other), first_state)
   assert abs(loss / expected_loss - 1) > 1e-6
 
 
 @pytest.mark.slow
-def test_the_seed_changes_the_initial_parameters(trainer_of, first_state):
-  other_state = trainer_of(decoder_block="mixtral", init_weights_seed=1).init_state()
+def test_the_seed_changes_the_initial_parameters(program_of, first_state):
+  other_state = program_of(decoder_block="mixtral").init(1)
   embedding = first_state.params["embed"]["embedding"]
   other_embedding = other_state.params["embed"]["embedding"]
   assert np.all(embedding != jax.device_get(other_embedding))
 
 
 @pytest.mark.slow
-def test_auxiliary_losses_are_weighted(trainer_of, first_state):
+def test_auxiliary_losses_are_weighted(program_of, first_state):
   """With other weights than the default ones, of which test_meshes.py tests the sum."""
   weights = {"router_z_loss_weight": 0.5, "load_balance_loss_weight": 0.25}
-  metrics, _ = one_step(trainer_of(decoder_block="mixtral", **weights), first_state)
+  metrics, _ = one_step(program_of(decoder_block="mixtral", **weights), first_state)
   auxiliary = 0.5 * metrics["router_z_loss"] + 0.25 * metrics["load_balance_loss"]
   expected = metrics["loss"] + auxiliary
   np.testing.assert_allclose(metrics["total_loss"], expected, rtol=1e-6)
@@ -101,7 +100,8 @@ def test_the_token_cache_is_in_the_configured_directory(tmp_path, named):
   if named:
     expected = tmp_path / "tokens"
     keys["token_cache_directory"] = expected
-  open_trainer_data(build_trainer(config_of(**keys)))
+  cfg = config_of(**keys)
+  open_run_data(cfg, build(cfg))
   assert list(expected.glob("*/train.bin"))
 
 
@@ -110,9 +110,10 @@ def test_phases_that_read_the_documents_of_the_run_hold_out_the_same_tail(tmp_pa
   text.write_text("to be or not to be\n" * 99)
   keys = {"dataset_type": "text", "dataset_path": text, "token_cache_directory": tmp_path}
   phases = "[{name: small, train: .*, steps: 1, per_device_batch_size: 1}]"
-  trainer = build_trainer(config_of(phases=phases, phase_strategy="separate", **keys))
-  data = open_trainer_data(trainer)
+  cfg = config_of(phases=phases, phase_strategy="separate", **keys)
+  program = build(cfg)
+  data = open_run_data(cfg, program)
   assert data.source.eval
-  phase_data = open_objective_data(trainer, data)["small"]
+  phase_data = open_objective_data(cfg, program, data)["small"]
   assert phase_data.global_batch_size != data.global_batch_size
   assert phase_data.source.train.identity == data.source.train.identity

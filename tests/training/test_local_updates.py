@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from host_runs import run
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, config_of, mesh_keys, place
-from tiny_run import Output, keys_in, logged, parameter_hash, start, trainer_with_shared_programs
+from support import trees
+from support.host_runs import run
+from support.slow_cases import slow
+from support.tiny import LENGTH, ROWS, VOCAB, build, config_of, mesh_keys, place
+from support.tiny_run import Output, keys_in, logged, parameter_hash, shared_program, start
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config import load_config
@@ -28,8 +28,9 @@ from maxlite.sharding import build_mesh
 from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import build_train_step
-from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.local_updates import OuterOptimizer
+from maxlite.training.features.local_updates import OuterOptimizer
+from maxlite.training.program import shardings_of
+from maxlite.training.spec import spec_of
 
 RATE = 0.5
 MOMENTUM = 0.6
@@ -109,27 +110,27 @@ def test_one_local_step_of_sgd_is_data_parallelism_of_decoders(mesh, without, ke
   """Also with a shard_map over `data`, and one over `expert`, inside that over the replicas."""
   outer = {"diloco_sync_period": 1, "diloco_outer_lr": 1, "diloco_outer_momentum": 0}
   _, state, step = with_sgd(**mesh_keys(mesh), **keys, **outer)
-  trainer, expected, solo_step = with_sgd(**mesh_keys(without), **keys)
+  program, expected, solo_step = with_sgd(**mesh_keys(without), **keys)
   first = jax.device_get(state.params)
   for seed in range(3):
     batch = full_batch(seed)
     state, metrics = step(state, batch)
-    expected, solo_metrics = solo_step(expected, place(trainer, batch))
+    expected, solo_metrics = solo_step(expected, place(program, batch))
     for name in ("loss", "num_tokens"):
       np.testing.assert_allclose(metrics[name], solo_metrics[name], rtol=1e-6)
   assert_close(state.params, expected.params, first)
 
 
 def with_sgd(**keys):
-  """(trainer, state, step) of a run whose optimizer is plain SGD."""
-  trainer = build_trainer(config_of(**keys))
+  """(program, state, step) of a run whose optimizer is plain SGD."""
+  program = build(config_of(**keys))
   # A schedule, because the step reports the learning rate by its count.
   sgd = optax.sgd(optax.constant_schedule(RATE))
-  objective = dataclasses.replace(trainer.objectives[0], tx=sgd)
-  trainer = dataclasses.replace(trainer, objectives=[objective])
-  everywhere = jax.sharding.NamedSharding(trainer.mesh, jax.P())
-  state = jax.jit(trainer.init, out_shardings=everywhere)(np.uint32(0))
-  return trainer, state, jax.jit(trainer.build_step())
+  objective = dataclasses.replace(program.objectives[0], tx=sgd)
+  program = dataclasses.replace(program, objectives=(objective,))
+  everywhere = jax.sharding.NamedSharding(program.mesh, jax.P())
+  state = jax.device_put(program.init(0), everywhere)
+  return program, state, jax.jit(program.build_joint_step())
 
 
 def assert_close(params, expected, first):
@@ -162,8 +163,8 @@ def test_keys_that_do_not_fit_replicas_are_one_line(keys, fix):
 
 
 @pytest.fixture(scope="module")
-def trainer(runs_folder):
-  return trainer_with_shared_programs(config_of(**keys_in(runs_folder, **LOCAL)))
+def program(runs_folder):
+  return shared_program(spec_of(config_of(**keys_in(runs_folder, **LOCAL))))
 
 
 class NesterovSteps:
@@ -193,37 +194,37 @@ class NesterovSteps:
 class SoloRun:
   """A run on half of the rows, whose optimizer continues through outer steps."""
 
-  def __init__(self, trainer, rows):
-    self.trainer = trainer
+  def __init__(self, program, rows):
+    self.program = program
     self.rows = rows
-    self.state = trainer.init_state()
+    self.state = program.init(0)
 
   def step(self, batch):
     half = jax.tree.map(lambda leaf: leaf[self.rows], batch)
-    self.state, _ = self.trainer.train_step(self.state, place(self.trainer, half))
+    self.state, _ = self.program.step(self.state, place(self.program, half))
 
   @property
   def params(self):
     return jax.device_get(self.state.params)
 
   def set_params(self, params):
-    placed = jax.device_put(params, self.trainer.state_shardings.params)
+    placed = jax.device_put(params, shardings_of(self.program.abstract_state).params)
     self.state = self.state.replace(params=placed)
 
 
-def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(trainer, runs_folder):
+def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(program, runs_folder):
   keys = keys_in(runs_folder, **RUN) | mesh_keys("fsdp=8") | {"global_batch_size": ROWS // 2}
-  solo_trainer = trainer_with_shared_programs(config_of(**keys))
+  solo_program = shared_program(spec_of(config_of(**keys)))
   solo_runs = [
-    SoloRun(solo_trainer, slice(0, ROWS // 2)),
-    SoloRun(solo_trainer, slice(ROWS // 2, ROWS)),
+    SoloRun(solo_program, slice(0, ROWS // 2)),
+    SoloRun(solo_program, slice(ROWS // 2, ROWS)),
   ]
-  state = trainer.init_state()
+  state = program.init(0)
   first = jax.device_get(state.params)
   outer = NesterovSteps(first)
   for n in range(1, 2 * PERIOD + 1):
     batch = full_batch(n)
-    state, _ = trainer.train_step(state, place(trainer, batch))
+    state, _ = program.step(state, place(program, batch))
     params = jax.device_get(state.params)
     for solo in solo_runs:
       solo.step(batch)
@@ -242,18 +243,18 @@ def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(trainer, 
   assert int(state.step) == 2 * PERIOD
 
 
-def test_a_replica_that_is_not_finite_is_left_out_and_restarted(trainer):
-  state = trainer.init_state()
+def test_a_replica_that_is_not_finite_is_left_out_and_restarted(program):
+  state = program.init(0)
   for n in range(PERIOD - 1):
-    state, _ = trainer.train_step(state, place(trainer, full_batch(n)))
+    state, _ = program.step(state, place(program, full_batch(n)))
   broken = dict(state.opt_state.replicas.params)
   name = next(iter(broken))
   broken[name] = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), broken[name])
   replicas = state.opt_state.replicas.replace(params=broken)
   state = state.replace(opt_state=state.opt_state.replace(replicas=replicas))
-  state = jax.device_put(state, trainer.state_shardings)
+  state = jax.device_put(state, shardings_of(program.abstract_state))
   start = jax.device_get(state.params)
-  state, metrics = trainer.train_step(state, place(trainer, full_batch(PERIOD)))
+  state, metrics = program.step(state, place(program, full_batch(PERIOD)))
   assert metrics["skipped"] >= 1
 
   def assert_restarted(leaf, replicas, before):
@@ -298,21 +299,21 @@ def last_leaves(folder):
 def test_one_model_comes_out_which_loads_on_any_mesh(local_run):
   folder, output = local_run
   cfg = config_of(**keys_in(folder, **RUN | OUTER))
-  trainer, params, _, step = open_weights(cfg)
+  program, params, _, step = open_weights(cfg)
   assert step == 2 * PERIOD
-  assert trainer.mesh.shape["ensemble"] == 1
+  assert program.mesh.shape["ensemble"] == 1
   assert tree_hash(params)[:16] == parameter_hash(output)
 
 
-def test_the_plan_divides_what_replicas_exchange_by_the_period(trainer):
-  target = PlanTarget(trainer, "cpu", slices={"ensemble": 2})
+def test_the_plan_divides_what_replicas_exchange_by_the_period(program):
+  target = PlanTarget(config_of(), program, "cpu", slices={"ensemble": 2})
   sent_bytes = 0
   for collective in estimate_collectives(target):
     if "ensemble" in collective.mesh_axes:
       assert collective.between_slices
       sent_bytes += collective.sent_bytes
   shard_size = 0
-  for placement in trainer.parameter_shardings:
+  for placement in program.parameters:
     shard_size += math.prod(placement.shape) / placement.num_shards
   # Without the smallest arrays.
   np.testing.assert_allclose(sent_bytes * PERIOD, 4 * shard_size, rtol=0.02)

@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LENGTH, ROWS, uneven_batch
+from support.tiny import LENGTH, ROWS, uneven_batch
 
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models import Decoder
 from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding import Sharder, build_mesh
+from maxlite.training.features.reference import ReferenceLoss
 from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, Sums
 from maxlite.training.mtp_loss import MtpSums
-from maxlite.training.transforms.reference import ReferenceLoss
 
 HEADS = 2  # of drafts, and layers of multi-token prediction
 # Of all losses at once, which no run may have.

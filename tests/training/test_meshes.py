@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from slow_cases import slow
-from tiny import assert_same_steps, mesh_keys, place, take_steps, uneven_batch
+from support.slow_cases import slow
+from support.tiny import assert_same_steps, mesh_keys, place, take_steps, uneven_batch
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.step.train_state import TrainState
@@ -32,17 +32,17 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module")
-def trainer_on(trainer_of):
-  """A function from a mesh and a family to a trainer."""
+def program_on(program_of):
+  """A function from a mesh and a family to a program."""
 
   def build(mesh, family):
-    return trainer_of(decoder_block=family, **KEYS, **mesh_keys(mesh))
+    return program_of(decoder_block=family, **KEYS, **mesh_keys(mesh))
 
   return build
 
 
-def three_steps(trainer, host_state):
-  return take_steps(trainer, host_state, [uneven_batch(seed) for seed in range(3)])
+def three_steps(program, host_state):
+  return take_steps(program, host_state, [uneven_batch(seed) for seed in range(3)])
 
 
 class Replicated(NamedTuple):
@@ -55,32 +55,32 @@ class Replicated(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def replicated(trainer_on, request):
+def replicated(program_on, request):
   """The steps of the family that is the fixture's parameter."""
   family = request.param
-  trainer = trainer_on(REPLICATED, family)
-  before = jax.device_get(trainer.init_state())
-  after, rows = three_steps(trainer, before)
+  program = program_on(REPLICATED, family)
+  before = jax.device_get(program.init(0))
+  after, rows = three_steps(program, before)
   return Replicated(family, before, after, rows)
 
 
 @pytest.mark.parametrize(("replicated", "mesh"), CASES, indirect=["replicated"])
-def test_three_steps_equal_those_on_one_device(trainer_on, replicated, mesh):
+def test_three_steps_equal_those_on_one_device(program_on, replicated, mesh):
   for row in replicated.rows:
     assert row.keys() > LOSSES[replicated.family] | {"grad_norm"}
-  trainer = trainer_on(mesh, replicated.family)
-  got = three_steps(trainer, replicated.before)
+  program = program_on(mesh, replicated.family)
+  got = three_steps(program, replicated.before)
   assert_same_steps(got, (replicated.after, replicated.rows))
 
 
 @pytest.mark.slow
-def test_the_loss_is_the_mean_over_the_tokens_of_all_rows(trainer_on):
-  trainer = trainer_on(REPLICATED, "llama")
+def test_the_loss_is_the_mean_over_the_tokens_of_all_rows(program_on):
+  program = program_on(REPLICATED, "llama")
   batch = uneven_batch(0)
-  placed = place(trainer, batch)
-  before = jax.device_get(trainer.init_state())
-  _, (row,) = take_steps(trainer, before, [batch])
-  logits_BTV = jax.jit(trainer.model.apply)(
+  placed = place(program, batch)
+  before = jax.device_get(program.init(0))
+  _, (row,) = take_steps(program, before, [batch])
+  logits_BTV = jax.jit(program.model.apply)(
     {"params": before.params}, placed.tokens_BT, placed.segment_BT, placed.position_BT
   )
   logits_BTV = np.asarray(logits_BTV, np.float64)
@@ -107,7 +107,7 @@ def test_the_total_loss_is_the_weighted_sum_of_its_parts(replicated):
 
 
 @pytest.mark.parametrize("replicated", ["llama", slow("mixtral")], indirect=True)
-def test_initial_parameters_are_the_same_on_every_mesh(trainer_on, replicated):
-  trainer = trainer_on("data=2 fsdp=2 context=2", replicated.family)
-  state = trainer.init_state()
+def test_initial_parameters_are_the_same_on_every_mesh(program_on, replicated):
+  program = program_on("data=2 fsdp=2 context=2", replicated.family)
+  state = program.init(0)
   assert tree_hash(state) == tree_hash(replicated.before)

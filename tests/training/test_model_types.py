@@ -8,20 +8,19 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from preference_pairs import PAIRS, draw_pairs, packed
 from safetensors.numpy import load_file, save_file
-from slow_cases import slow
-from test_distill import save_run
-from test_dpo import PAIRS, draw_pairs, packed
-from tiny import KEYS, ROWS, VOCAB, config_of, place
+from support.saved_models import save_run
+from support.slow_cases import slow
+from support.tiny import KEYS, ROWS, VOCAB, build, config_of, place
 
 import maxlite
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.config.schema import DEFAULTS
 from maxlite.hf.hf_config import model_keys
+from maxlite.training.feature import find_feature
+from maxlite.training.features.reference import Reference
 from maxlite.training.model_weights import read_parameters
-from maxlite.training.trainer import build_trainer
-from maxlite.training.transforms.reference import Reference
-from maxlite.training.transforms.step_transform import find_transform
 
 FIXTURES = Path(__file__).resolve().parents[1] / "hf" / "hf_fixtures"
 TYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -40,8 +39,8 @@ def folder_of(path, family, stored):
   return path
 
 
-def trainer_of(folder, **keys):
-  """A trainer of DPO on one device, whose policy and reference are the model in `folder`."""
+def program_of(folder, **keys):
+  """(config, program) of DPO on one device; policy and reference are the model in `folder`."""
   own = {}
   for name, value in model_keys(folder)[1].items():
     if name in KEYS or value != DEFAULTS[name]:
@@ -49,7 +48,7 @@ def trainer_of(folder, **keys):
   paths = {"load_parameters_path": folder, "reference_path": folder}
   more = {"scan_layers": True, "per_device_batch_size": ROWS}
   cfg = config_of(**PAIRS | own | paths | more | keys)
-  return build_trainer(cfg, jax.devices()[:1])
+  return cfg, build(cfg, jax.devices()[:1])
 
 
 @pytest.mark.parametrize(
@@ -65,34 +64,34 @@ def trainer_of(folder, **keys):
   ],
 )
 def test_a_policy_equal_to_its_reference_has_no_margin(tmp_path, stored, keys):
-  trainer = trainer_of(folder_of(tmp_path / "hf", "llama", stored), **keys)
-  reference = find_transform(trainer.transforms, Reference)
-  sum_pairs = reference.build_eval_step(trainer.model)
-  sums = sum_pairs(read_parameters(trainer), place(trainer, packed(draw_pairs(0))))["pairs"]
+  cfg, program = program_of(folder_of(tmp_path / "hf", "llama", stored), **keys)
+  reference = find_feature(program.features, Reference)
+  sum_pairs = reference.build_eval_step(program.model)
+  sums = sum_pairs(read_parameters(cfg, program), place(program, packed(draw_pairs(0))))["pairs"]
   assert sums.pairs > 1
   assert (sums.rewards_chosen, sums.rewards_rejected) == (0, 0)
 
 
 def test_a_run_of_other_types_is_an_exact_reference(tmp_path):
   folder = folder_of(tmp_path / "hf", "llama", "F32")
-  trained = trainer_of(folder, dtype="bfloat16", weight_dtype="bfloat16")
-  save_run(tmp_path / "run", read_parameters(trained), trained.cfg)
+  cfg, trained = program_of(folder, dtype="bfloat16", weight_dtype="bfloat16")
+  save_run(tmp_path / "run", read_parameters(cfg, trained), cfg)
   paths = {"load_parameters_path": tmp_path / "run", "reference_path": tmp_path / "run"}
-  trainer = trainer_of(folder, dtype="float32", weight_dtype="float32", **paths)
-  reference = find_transform(trainer.transforms, Reference)
+  cfg, program = program_of(folder, dtype="float32", weight_dtype="float32", **paths)
+  reference = find_feature(program.features, Reference)
   assert reference.model.dtype == "float32"
   (params,) = reference.inputs()["reference"]
-  for path, leaf in leaves_by_path(read_parameters(trainer)).items():
+  for path, leaf in leaves_by_path(read_parameters(cfg, program)).items():
     np.testing.assert_array_equal(leaf, leaves_by_path(params)[path].astype(leaf.dtype))
 
 
 def test_parameters_have_the_types_of_the_run(tmp_path):
   folder = folder_of(tmp_path / "hf", "deepseek_v3", "F32")
-  trainer = trainer_of(folder, weight_dtype="bfloat16")
-  wanted = leaves_by_path(trainer.abstract_state.params)
+  cfg, program = program_of(folder, weight_dtype="bfloat16")
+  wanted = leaves_by_path(program.abstract_state.params)
   # The bias that balances experts has 32 bits in every run.
   assert {leaf.dtype.name for leaf in wanted.values()} == {"float32", "bfloat16"}
-  for path, leaf in leaves_by_path(read_parameters(trainer)).items():
+  for path, leaf in leaves_by_path(read_parameters(cfg, program)).items():
     assert leaf.dtype == wanted[path].dtype, path
 
 

@@ -7,10 +7,20 @@ import re
 import jax
 import numpy as np
 import pytest
-import trees
-from slow_cases import slow
-from tiny import LENGTH, ROWS, VOCAB, assert_same_steps, config_of, mesh_keys, place, take_steps
-from tiny import uneven_batch as batch_of
+from support import trees
+from support.slow_cases import slow
+from support.tiny import (
+  LENGTH,
+  ROWS,
+  VOCAB,
+  assert_same_steps,
+  build,
+  config_of,
+  mesh_keys,
+  place,
+  take_steps,
+)
+from support.tiny import uneven_batch as batch_of
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.metrics.flops import train_flops
@@ -20,7 +30,7 @@ from maxlite.planning.hlo import parse
 from maxlite.planning.hlo_cost import matmul_flops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import flops_per_step, parameter_sizes
 
 J = 2
 FACTOR = 0.5
@@ -180,15 +190,15 @@ def only_in(module, tree):
 @pytest.mark.parametrize(
   "degrees", [{}, slow({"data": 2, "context": 2, "tensor": 2}), slow({"context": 4})], ids=str
 )
-def test_loss_and_gradients_equal_the_reference_in_float64(trainer_of, degrees):
-  trainer = trainer_of(**KEYS, **REPLICATED)
+def test_loss_and_gradients_equal_the_reference_in_float64(program_of, degrees):
+  program = program_of(**KEYS, **REPLICATED)
   batch = batch_of(0)
   sizes = [degrees.get(axis, 1) for axis in MESH_AXES]
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-    cfg = dataclasses.replace(trainer.cfg.model, dtype="float64", weight_dtype="float64")
+    cfg = dataclasses.replace(program.spec.model, dtype="float64", weight_dtype="float64")
     mesh = build_mesh(sizes, [1] * len(sizes), jax.devices()[: np.prod(sizes)])
-    loss = DecoderLoss(Decoder(cfg, Sharder(mesh)), NEXT_TOKEN, trainer.cfg.training, cfg.moe)
-    params = draw_params(trainer.abstract_state.params, 0)
+    loss = DecoderLoss(Decoder(cfg, Sharder(mesh)), NEXT_TOKEN, program.spec.training, cfg.moe)
+    params = draw_params(program.abstract_state.params, 0)
 
     @jax.jit
     def value_and_gradients(params, batch):
@@ -215,8 +225,8 @@ def test_loss_and_gradients_equal_the_reference_in_float64(trainer_of, degrees):
     np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-6, err_msg=module)
 
 
-def two_steps(trainer, before):
-  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
+def two_steps(program, before):
+  after, rows = take_steps(program, before, [batch_of(0), batch_of(1)])
   return after.params, rows
 
 
@@ -228,21 +238,21 @@ def two_steps(trainer, before):
   ],
   ids=str,
 )
-def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(trainer_of, family, mesh):
+def test_steps_are_the_same_on_a_mesh_and_in_micro_batches(program_of, family, mesh):
   """With uneven documents: no micro-batch and no shard has the mean number of tokens."""
   keys = KEYS | family
-  replicated = trainer_of(**keys, **REPLICATED)
-  before = jax.device_get(replicated.init_state())
-  sharded = trainer_of(**keys, **mesh_keys(mesh), gradient_accumulation_steps=2)
+  replicated = program_of(**keys, **REPLICATED)
+  before = jax.device_get(replicated.init(0))
+  sharded = program_of(**keys, **mesh_keys(mesh), gradient_accumulation_steps=2)
   assert_same_steps(two_steps(sharded, before), two_steps(replicated, before))
 
 
 @pytest.fixture(scope="module")
-def replicated(trainer_of):
+def replicated(program_of):
   """(state before, state after and metrics of two steps) where every device computes all."""
-  trainer = trainer_of(**KEYS | DEEPSEEK, **REPLICATED)
-  before = jax.device_get(trainer.init_state())
-  after, rows = take_steps(trainer, before, [batch_of(0), batch_of(1)])
+  program = program_of(**KEYS | DEEPSEEK, **REPLICATED)
+  before = jax.device_get(program.init(0))
+  after, rows = take_steps(program, before, [batch_of(0), batch_of(1)])
   return before, after, rows
 
 
@@ -276,20 +286,20 @@ def test_every_parameter_of_the_layers_is_trained_and_only_norms_do_not_decay(re
 
 
 @pytest.mark.slow
-def test_the_layers_change_no_other_initial_parameter(trainer_of, replicated):
-  without = trainer_of(**DEEPSEEK, **REPLICATED).init_state()
+def test_the_layers_change_no_other_initial_parameter(program_of, replicated):
+  without = program_of(**DEEPSEEK, **REPLICATED).init(0)
   before, _, _ = replicated
   others = dict(before.params)
   del others["mtp"]
   trees.assert_equal_leaves(without.params, others)
 
 
-def test_evaluation_reports_the_acceptance_of_every_layer(trainer_of):
-  trainer = trainer_of(**KEYS, **REPLICATED)
+def test_evaluation_reports_the_acceptance_of_every_layer(program_of):
+  program = program_of(**KEYS, **REPLICATED)
   batch = batch_of(0)
-  params = jax.tree.map(np.float32, draw_params(trainer.abstract_state.params, 0))
-  eval_step = compile_eval_step(trainer, np.ones(VOCAB, np.int32))
-  sums = eval_step(params, place(trainer, batch))
+  params = jax.tree.map(np.float32, draw_params(program.abstract_state.params, 0))
+  eval_step = compile_eval_step(program, np.ones(VOCAB, np.int32))
+  sums = eval_step(params, place(program, batch))
   lengths = document_lengths(batch)
   for j, count in enumerate(sums["draft"]["drafts_J"]):
     # The last token of a document has no target.
@@ -308,11 +318,11 @@ def test_flops_equal_those_of_the_compiled_step(trained):
     "attention": "reference",
     "phases": f"[{{name: all, train: ['{trained}'], steps: 1}}]",
   }
-  trainer = build_trainer(config_of(**KEYS | keys, **mesh_keys("")), jax.devices()[:1])
-  sizes = trainer.parameter_sizes
+  program = build(config_of(**KEYS | keys, **mesh_keys("")), jax.devices()[:1])
+  sizes = parameter_sizes(program)
   trained_paths = [path for path in sizes if re.fullmatch(trained, path)]
-  flops = train_flops(trainer.cfg.model, sizes, trainer.batch_shape, trained_paths, drafts=True)
-  assert trainer.flops_per_step == [flops.total]
-  module = parse(trainer.lower_step(0).compile().as_text())
+  flops = train_flops(program.spec.model, sizes, program.batch_shape, trained_paths, drafts=True)
+  assert flops_per_step(program) == [flops.total]
+  module = parse(program.lower(program.objectives[0]).compile().as_text())
   compiled = matmul_flops(module).total
   assert compiled == pytest.approx(flops.total + flops.attention, rel=0.02)

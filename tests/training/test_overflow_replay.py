@@ -7,13 +7,14 @@ import signal
 import jax
 import numpy as np
 import pytest
-from tiny import config_of, mesh_keys, place
-from tiny_run import Output, expert_loads, last_manifest, logged, parameter_hash, start
+from support.tiny import build, config_of, mesh_keys, place
+from support.tiny_run import Output, expert_loads, last_manifest, logged, parameter_hash, start
 
 from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.layers.moe import receive_buffer
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program
+from maxlite.training.trainer import open_trainer
 
 LENGTH = 32
 VOCAB = 264
@@ -61,23 +62,22 @@ def batch_of(seed: int, num_rows: int, *, is_hot: bool) -> Batch:
   return Batch.of(ids)
 
 
-def build(dtype: str, **keys: object) -> Trainer:
+def build_typed(dtype: str, **keys: object) -> Program:
   cfg: Config = config_of(**(KEYS | keys))
   model = dataclasses.replace(cfg.model, dtype=dtype, weight_dtype=dtype)
-  return build_trainer(dataclasses.replace(cfg, model=model))
+  return build(dataclasses.replace(cfg, model=model))
 
 
-def train(trainer: Trainer) -> tuple[object, list[dict]]:
+def train(program: Program) -> tuple[object, list[dict]]:
   """(state, metrics of every step) on the host after all batches."""
-  state = trainer.init_state()
+  trainer = open_trainer(Config(), program, program.init(0))
   metrics = []
-  num_rows, _ = trainer.batch_shape
+  num_rows, _ = program.batch_shape
   for n in range(NUM_STEPS):
     batch = batch_of(n, num_rows, is_hot=n in HOT_STEPS)
-    inputs = trainer.with_extra_inputs(place(trainer, batch))
-    state, of_step = trainer.train_step(state, inputs)
-    metrics.append(of_step)
-  state = trainer.confirm(state)
+    inputs = program.with_extra_inputs(place(program, batch))
+    metrics.append(trainer.step(inputs))
+  state = trainer.state  # which makes the metrics final
   return jax.device_get(state), jax.device_get(metrics)
 
 
@@ -106,8 +106,8 @@ def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, factor, 
   precisions = {"float32": contextlib.nullcontext, "float64": float64}
   with precisions[dtype]():
     keys = keys | mesh_keys(mesh)
-    state, metrics = train(build(dtype, **keys, ragged_buffer_factor=factor))
-    expected, expected_metrics = train(build(dtype, **keys))
+    state, metrics = train(build_typed(dtype, **keys, ragged_buffer_factor=factor))
+    expected, expected_metrics = train(build_typed(dtype, **keys))
   required = [float(of_step.pop("expert_buffer_factor")) for of_step in metrics]
   assert [n for n in range(NUM_STEPS) if required[n] > factor] == list(HOT_STEPS), required
   num_replayed = [int(of_step.pop("replayed_steps")) for of_step in metrics]
@@ -120,7 +120,7 @@ def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, factor, 
 
 
 def test_one_shard_of_experts_replays_nothing():
-  assert build("float32", **mesh_keys("fsdp=8"), ragged_buffer_factor=FACTOR).transforms == []
+  assert build_typed("float32", **mesh_keys("fsdp=8"), ragged_buffer_factor=FACTOR).features == ()
 
 
 RUN = KEYS | {

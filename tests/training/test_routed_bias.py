@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
+from support.tiny import config_of, mesh_keys, place, state_on, take_steps, uneven_batch
 
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import Router
@@ -27,14 +27,14 @@ BATCHES = [uneven_batch(seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  return trainer_of(**mesh_keys(MESHES[0]), **KEYS)
+def program(program_of):
+  return program_of(**mesh_keys(MESHES[0]), **KEYS)
 
 
 @pytest.fixture(scope="module")
-def before(trainer):
+def before(program):
   """The first state on the host, with nonzero biases, to detect weight decay."""
-  state = jax.device_get(trainer.init_state())
+  state = jax.device_get(program.init(0))
   draw = np.random.default_rng(0)
   bias_NE = 0.05 * draw.normal(size=bias_of(state).shape)
   return with_bias(state, bias_NE)
@@ -65,9 +65,9 @@ def bias_step(count_NE):
 
 
 @pytest.fixture(scope="module")
-def three_steps(trainer, before):
+def three_steps(program, before):
   """(state, metrics of each step)."""
-  return take_steps(trainer, before, BATCHES)
+  return take_steps(program, before, BATCHES)
 
 
 def test_bias_increases_for_underloaded_experts(before, three_steps):
@@ -85,12 +85,12 @@ def test_bias_increases_for_underloaded_experts(before, three_steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES[1], MESHES[2]])
-def test_bias_is_bitwise_equal_on_every_mesh_and_device(trainer_of, before, three_steps, mesh):
+def test_bias_is_bitwise_equal_on_every_mesh_and_device(program_of, before, three_steps, mesh):
   expected, _ = three_steps
-  trainer = trainer_of(**mesh_keys(mesh), **KEYS)
-  state = state_on(trainer, before)
+  program = program_of(**mesh_keys(mesh), **KEYS)
+  state = state_on(program, before)
   for batch in BATCHES:
-    state, _ = trainer.train_step(state, place(trainer, batch))
+    state, _ = program.step(state, place(program, batch))
   shards = bias_of(state).addressable_shards
   assert len(shards) == 8
   for shard in shards:
@@ -98,10 +98,10 @@ def test_bias_is_bitwise_equal_on_every_mesh_and_device(trainer_of, before, thre
 
 
 @pytest.mark.slow
-def test_micro_batches_share_one_load(trainer_of, before, three_steps):
+def test_micro_batches_share_one_load(program_of, before, three_steps):
   keys = KEYS | {"gradient_accumulation_steps": 4, "load_balance_loss_scope": "sequence"}
-  trainer = trainer_of(**mesh_keys("fsdp=4 tensor=2"), **keys)
-  state, rows = take_steps(trainer, before, BATCHES)
+  program = program_of(**mesh_keys("fsdp=4 tensor=2"), **keys)
+  state, rows = take_steps(program, before, BATCHES)
   expected, expected_rows = three_steps
   for row, expected_row in zip(rows, expected_rows, strict=True):
     np.testing.assert_array_equal(row["expert_load"], expected_row["expert_load"])
@@ -128,11 +128,11 @@ def test_no_optimizer_updates_parameters_without_gradient(opt_type):
   assert (now["router"]["kernel"] != params["router"]["kernel"]).all()
 
 
-def test_skipped_step_leaves_the_bias_unchanged(trainer, before):
+def test_skipped_step_leaves_the_bias_unchanged(program, before):
   weight_BT = BATCHES[0].weight_BT.copy()
   weight_BT[0, 0] = np.nan
   bad = BATCHES[0].replace(weight_BT=weight_BT)
-  state, (row,) = take_steps(trainer, before, [bad])
+  state, (row,) = take_steps(program, before, [bad])
   assert row["skipped"] == 1
   assert row["expert_load"].std() > 0
   np.testing.assert_array_equal(bias_of(state), bias_of(before))

@@ -4,10 +4,9 @@ import threading
 
 import jax
 from flax import linen as nn
-from tiny import config_of, place, uneven_batch
+from support.tiny import build, config_of, place, uneven_batch
 
 from maxlite.models import Decoder
-from maxlite.training.trainer import build_trainer
 
 
 def test_the_model_of_one_device_is_traced_once_for_its_shapes_and_its_values():
@@ -19,8 +18,8 @@ def test_the_model_of_one_device_is_traced_once_for_its_shapes_and_its_values():
     return call(*args, **kwargs)
 
   with nn.intercept_methods(count):
-    trainer = build_trainer(config_of(per_device_batch_size=16), jax.devices()[:1])
-    trainer.init_state()
+    program = build(config_of(per_device_batch_size=16), jax.devices()[:1])
+    program.init(0)
   assert calls.count("hidden_and_unembedding") == 1
 
 
@@ -31,12 +30,12 @@ def test_the_step_is_compiled_once_in_a_thread():
     if "backend_compile" in event and fun_name == "jit(train_step)":
       threads.append(threading.current_thread())
 
-  trainer = build_trainer(config_of(decoder_block="llama", base_num_decoder_layers=1))
-  batch = place(trainer, uneven_batch(0))
-  state = trainer.init_state()
+  program = build(config_of(decoder_block="llama", base_num_decoder_layers=1))
+  batch = place(program, uneven_batch(0))
+  state = program.init(0)
   jax.monitoring.register_event_duration_secs_listener(listen)
-  trainer.step_programs.start_compiling()
-  trainer.train_step(state, batch)
+  program.compile()
+  program.step(state, batch)
   jax.monitoring.unregister_event_duration_listener(listen)
   (compiling,) = threads
   assert compiling is not threading.main_thread()

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
-from tiny import (
+from support import trees
+from support.tiny import (
   assert_same_steps,
+  build,
   config_of,
   mesh_keys,
   place,
@@ -21,13 +22,12 @@ from tiny import (
 
 from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.models import Decoder
-from maxlite.optim import build_schedule, with_schedule_steps
+from maxlite.optim import build_schedule
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
-from maxlite.training.trainer import build_trainer
 
 MESH = mesh_keys("fsdp=4 tensor=2")
 BALANCED = {"z_loss_multiplier": 1e-3, "load_balance_loss_weight": 0.5, "ema_decay": 0.5}
@@ -35,20 +35,20 @@ JITTER = {"z_loss_multiplier": 1e-3, "router_jitter": 0.2, "ema_decay": 0.5}
 
 
 @pytest.fixture(scope="module")
-def trainer(trainer_of):
-  return trainer_of(**MESH, **BALANCED)
+def program(program_of):
+  return program_of(**MESH, **BALANCED)
 
 
 @pytest.fixture(scope="module")
-def before(trainer):
+def before(program):
   """The state before the first step, on the host."""
-  return jax.device_get(trainer.init_state())
+  return jax.device_get(program.init(0))
 
 
 @pytest.fixture(scope="module")
-def three_steps(trainer, before):
+def three_steps(program, before):
   """(state, metrics of each step) after three steps without accumulation."""
-  return take_steps(trainer, before, [uneven_batch(seed) for seed in range(3)])
+  return take_steps(program, before, [uneven_batch(seed) for seed in range(3)])
 
 
 def with_nan(batch):
@@ -71,10 +71,10 @@ def assert_counts(counts, *, skipped, skipped_in_a_row):
 
 
 @pytest.mark.slow
-def test_micro_batches_add_up_to_the_batch(trainer_of, before, three_steps):
+def test_micro_batches_add_up_to_the_batch(program_of, before, three_steps):
   """On a mesh without the data axis; the test of slices has one with it."""
-  trainer = trainer_of(**MESH, **BALANCED, gradient_accumulation_steps=4)
-  state, rows = take_steps(trainer, before, [uneven_batch(seed) for seed in range(3)])
+  program = program_of(**MESH, **BALANCED, gradient_accumulation_steps=4)
+  state, rows = take_steps(program, before, [uneven_batch(seed) for seed in range(3)])
   assert rows[0].keys() > {"load_balance_loss", "router_z_loss", "z_loss"}
   assert_same_steps((state, rows), three_steps)
 
@@ -83,22 +83,22 @@ SLICES = mesh_keys("data=2 fsdp=2 tensor=2") | {"gradient_accumulation_steps": 4
 
 
 @pytest.mark.slow
-def test_slices_accumulate_gradients_to_those_of_the_batch(trainer_of, before, three_steps):
+def test_slices_accumulate_gradients_to_those_of_the_batch(program_of, before, three_steps):
   """With a loss that is not linear in its sums; contracts/test_moe_net.py has the linear ones."""
-  trainer = trainer_of(**SLICES, **BALANCED)
-  state, rows = take_steps(trainer, before, [uneven_batch(seed) for seed in range(3)])
+  program = program_of(**SLICES, **BALANCED)
+  state, rows = take_steps(program, before, [uneven_batch(seed) for seed in range(3)])
   assert rows[0].keys() >= {"z_loss", "load_balance_loss", "router_z_loss"}
   assert_same_steps((state, rows), three_steps)
 
 
 @pytest.mark.slow
-def test_slices_accumulate_gradients_of_a_dense_model(trainer_of):
-  whole = trainer_of(**MESH, decoder_block="llama")
-  before = jax.device_get(whole.init_state())
+def test_slices_accumulate_gradients_of_a_dense_model(program_of):
+  whole = program_of(**MESH, decoder_block="llama")
+  before = jax.device_get(whole.init(0))
   batches = [uneven_batch(seed) for seed in range(3)]
   expected = take_steps(whole, before, batches)
-  trainer = trainer_of(**SLICES, decoder_block="llama")
-  assert_same_steps(take_steps(trainer, before, batches), expected)
+  program = program_of(**SLICES, decoder_block="llama")
+  assert_same_steps(take_steps(program, before, batches), expected)
 
 
 class Linear(LossFunction):
@@ -120,9 +120,9 @@ def test_gradients_of_bfloat16_weights_are_accumulated_in_float32():
   assert float(gradient) == 512
 
 
-def test_gradient_equals_finite_differences(trainer, before):
+def test_gradient_equals_finite_differences(program, before):
   """In float64, against central differences along random directions through all parameters."""
-  cfg = trainer.cfg
+  cfg = program.spec
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     model_cfg = dataclasses.replace(cfg.model, dtype="float64", weight_dtype="float64")
     ones = (1,) * len(MESH_AXES)  # contracts/test_moe_net.py compares the gradients of meshes
@@ -151,10 +151,10 @@ def test_gradient_equals_finite_differences(trainer, before):
 
 
 @pytest.mark.slow
-def test_bfloat16_activations_give_nearly_the_same_step(trainer_of, before, three_steps):
+def test_bfloat16_activations_give_nearly_the_same_step(program_of, before, three_steps):
   keys = {**BALANCED, "dtype": "bfloat16", "gradient_accumulation_steps": 2}
-  trainer = trainer_of(**MESH, **keys)
-  state, rows = take_steps(trainer, before, [uneven_batch(seed) for seed in range(3)])
+  program = program_of(**MESH, **keys)
+  state, rows = take_steps(program, before, [uneven_batch(seed) for seed in range(3)])
   _, expected_rows = three_steps
   assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
   for row, expected_row in zip(rows, expected_rows, strict=True):
@@ -163,18 +163,18 @@ def test_bfloat16_activations_give_nearly_the_same_step(trainer_of, before, thre
       assert row[name] != expected_row[name]
 
 
-def test_nonfinite_step_changes_only_the_counters(trainer, before):
+def test_nonfinite_step_changes_only_the_counters(program, before):
   bad = with_nan(uneven_batch(0))
   good = uneven_batch(1)
-  after, (first_row, second_row) = take_steps(trainer, before, [bad, bad])
+  after, (first_row, second_row) = take_steps(program, before, [bad, bad])
   assert not np.isfinite(first_row["loss"])
   assert_same_weights(after, before)
   assert after.step == 2
   assert_counts(vars(after), skipped=2, skipped_in_a_row=2)
   assert_counts(first_row, skipped=1, skipped_in_a_row=1)
   assert_counts(second_row, skipped=2, skipped_in_a_row=2)
-  after, (row,) = take_steps(trainer, after, [good])
-  expected, (expected_row,) = take_steps(trainer, before, [good])
+  after, (row,) = take_steps(program, after, [good])
+  expected, (expected_row,) = take_steps(program, before, [good])
   assert_same_weights(after, expected)
   assert after.step == 3
   assert_counts(vars(after), skipped=2, skipped_in_a_row=0)
@@ -182,42 +182,41 @@ def test_nonfinite_step_changes_only_the_counters(trainer, before):
   assert row["loss"] == expected_row["loss"]
 
 
-def test_skipped_step_leaves_the_moving_average_unchanged(trainer, before):
+def test_skipped_step_leaves_the_moving_average_unchanged(program, before):
   bad = with_nan(uneven_batch(0))
   good = uneven_batch(1)
-  moved, _ = take_steps(trainer, before, [good])
+  moved, _ = take_steps(program, before, [good])
   assert any(np.any(a != b) for a, b in trees.leaf_pairs(moved.ema, moved.params))
-  after, _ = take_steps(trainer, moved, [bad])
+  after, _ = take_steps(program, moved, [bad])
   assert after.skipped == 1
   trees.assert_equal_leaves(after.ema, moved.ema)
 
 
-def test_nonfinite_gradient_skips_the_step(trainer, before):
+def test_nonfinite_gradient_skips_the_step(program, before):
   scale = np.full_like(before.params["final_norm"]["scale"], 1e15)
   huge = before.replace(params=before.params | {"final_norm": {"scale": scale}})
-  after, (row,) = take_steps(trainer, huge, [uneven_batch(0)])
+  after, (row,) = take_steps(program, huge, [uneven_batch(0)])
   assert np.isfinite(row["total_loss"])
   assert not np.isfinite(row["grad_norm"])
   assert_same_weights(after, huge)
   assert after.skipped == 1
 
 
-def test_the_learning_rate_schedule_counts_updates_not_steps(trainer, before):
+def test_the_learning_rate_schedule_counts_updates_not_steps(program, before):
   batch = uneven_batch(0)
-  _, rows = take_steps(trainer, before, [batch, with_nan(batch), batch, batch])
-  optimizer = with_schedule_steps(trainer.cfg.optimizer, trainer.cfg.run.steps)
-  schedule = build_schedule(optimizer)
+  _, rows = take_steps(program, before, [batch, with_nan(batch), batch, batch])
+  schedule = build_schedule(program.objectives[0].spec.optimizer)
   expected = [float(schedule(jnp.float32(update))) for update in (0, 1, 1, 2)]
   np.testing.assert_allclose([row["learning_rate"] for row in rows], expected, rtol=1e-6)
   assert len(set(expected)) == 3
 
 
 @pytest.mark.slow
-def test_router_jitter_differs_between_steps(trainer_of, before):
-  trainer = trainer_of(**MESH, **JITTER)
+def test_router_jitter_differs_between_steps(program_of, before):
+  program = program_of(**MESH, **JITTER)
 
   def balance_loss(step):
-    _, (row,) = take_steps(trainer, before.replace(step=step), [uneven_batch(0)])
+    _, (row,) = take_steps(program, before.replace(step=step), [uneven_batch(0)])
     return row["load_balance_loss"]
 
   loss = balance_loss(before.step)
@@ -226,11 +225,11 @@ def test_router_jitter_differs_between_steps(trainer_of, before):
 
 
 @pytest.mark.slow
-def test_evaluation_has_no_jitter_and_equals_the_training_loss(trainer_of, trainer, before):
+def test_evaluation_has_no_jitter_and_equals_the_training_loss(program_of, program, before):
   batch = uneven_batch(0)
-  _, (row,) = take_steps(trainer, before, [batch])
-  jittery = trainer_of(**MESH, **JITTER)
-  num_bytes_V = np.arange(jittery.cfg.model.vocab_size, dtype=np.int32) % 3
+  _, (row,) = take_steps(program, before, [batch])
+  jittery = program_of(**MESH, **JITTER)
+  num_bytes_V = np.arange(jittery.spec.model.vocab_size, dtype=np.int32) % 3
   eval_step = compile_eval_step(jittery, num_bytes_V)
   params = state_on(jittery, before).params
   sums = jax.device_get(eval_step(params, place(jittery, batch)))
@@ -244,7 +243,7 @@ def test_evaluation_has_no_jitter_and_equals_the_training_loss(trainer_of, train
 def test_the_step_of_one_device_has_no_collectives(decoder_block):
   """XLA:CPU runs a collective of one device as a copy."""
   config = config_of(decoder_block=decoder_block, **mesh_keys("fsdp=1"))
-  trainer = build_trainer(config, jax.devices()[:1])
-  text = trainer.lower_step(0).as_text()
+  program = build(config, jax.devices()[:1])
+  text = program.lower(program.objectives[0]).as_text()
   assert "dot_general" in text
   assert not re.findall(r"stablehlo\.(?:all_|reduce_scatter|collective_)\w*", text)

@@ -1,5 +1,6 @@
 """Agreement and times of single kernels; parts of accelerator.py, see accelerator_parts.py."""
 
+import dataclasses
 import functools
 import statistics
 import sys
@@ -303,7 +304,6 @@ def types_of(backend: str) -> tuple[str, ...]:
 
 def use_kernel(registry: Registry, backend: str) -> None:
   """On a CPU, replaces a kernel for another platform by a form that runs there."""
-  function = registry[backend]
   if backend == "tokamax" and not is_installed():
     print("SKIPPED tokamax is not installed", flush=True)
     sys.exit()
@@ -313,7 +313,8 @@ def use_kernel(registry: Registry, backend: str) -> None:
     print(f"SKIPPED for {KERNELS_OF[backend].upper()}s only", flush=True)
     sys.exit()
   options = ON_CPUS.get(backend, {"interpret": True})
-  registry[backend] = functools.partial(function, **options)
+  entry = registry[backend]
+  registry[backend] = dataclasses.replace(entry, run=functools.partial(entry.run, **options))
 
 
 def runs_here(backend: str) -> bool:

@@ -23,7 +23,8 @@ from maxlite.config import Config, load_config
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import build_program, flops_per_step
+from maxlite.training.spec import spec_of
 
 ROUNDS = 5
 
@@ -126,18 +127,18 @@ def step(small: bool, kind: str, *keys: str) -> None:
     keys: additional key=value of the config.
   """
   cfg = step_config(small, kind, keys)
-  trainer = build_trainer(cfg)
-  batch = random_batch(trainer)
-  state = trainer.init_state()
+  program = build_program(spec_of(cfg), command=cfg)
+  batch = random_batch(program)
+  state = program.init(0)
   seconds = []
   for _ in range(2 + ROUNDS):
     start = time.perf_counter()
-    state, metrics = jax.block_until_ready(trainer.train_step(state, batch))
+    state, metrics = jax.block_until_ready(program.step(state, batch))
     seconds.append(time.perf_counter() - start)
   median = statistics.median(seconds[2:])
   num_devices = len(jax.devices())
   num_tokens = tokens_of(cfg) * num_devices
-  (num_flops,) = trainer.flops_per_step
+  (num_flops,) = flops_per_step(program)
   add_row(
     "steps",
     f"{' '.join([kind, *keys])} ({num_flops / 1e12:,.2f} TFLOP)",

@@ -64,7 +64,7 @@ def by_strategy(
     return np.asarray(repeated.early_metrics["loss"]).tolist()
 
   def bytes_of_step() -> int:
-    return argument_bytes(ensemble._engine.step, repeated.state, own.batch)
+    return argument_bytes(ensemble._engine.jitted_step, repeated.state, own.batch)
 
   def member_params_seconds() -> list[float]:
     return seconds_of_member_params(ensemble, repeated.state)

@@ -30,7 +30,8 @@ from maxlite.config import Config, load_config
 from maxlite.config.schema import ModelConfig
 from maxlite.data.batch import Batch, to_global
 from maxlite.kernels.xla_cpu import keep_freed_memory
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import spec_of
 
 SHAPE = [
   "base_emb_dim=256",
@@ -99,9 +100,9 @@ def build_candidates(dense: Config, moe: Config) -> dict[str, Candidate]:
   candidates = {
     "plain": Candidate("plain JAX, dense matmuls alone", plain_step(dense)),
     "whole": Candidate("bare Flax, whole dense step", whole_step(dense)),
-    "dense": trainer_candidate("maxlite dense, float32", dense),
-    "dense_bf16": trainer_candidate("maxlite dense, bfloat16", narrow),
-    "moe": trainer_candidate("maxlite MoE, float32", moe),
+    "dense": program_candidate("maxlite dense, float32", dense),
+    "dense_bf16": program_candidate("maxlite dense, bfloat16", narrow),
+    "moe": program_candidate("maxlite MoE, float32", moe),
   }
   if importlib.util.find_spec("torch"):
     from torch_step import torch_step
@@ -120,29 +121,29 @@ def tokens_of(cfg: Config) -> int:
   return int(cfg.data.per_device_batch_size) * cfg.data.max_target_length
 
 
-def trainer_candidate(name: str, cfg: Config) -> Candidate:
-  """The trainer's compiled step, repeated on one batch."""
-  trainer = build_trainer(cfg)
-  batch = random_batch(trainer)
-  state = trainer.init_state()
+def program_candidate(name: str, cfg: Config) -> Candidate:
+  """The program's compiled step, repeated on one batch."""
+  program = build_program(spec_of(cfg), command=cfg)
+  batch = random_batch(program)
+  state = program.init(0)
 
   def step() -> None:
     nonlocal state
-    state, metrics = trainer.train_step(state, batch)
+    state, metrics = program.step(state, batch)
     jax.block_until_ready((state, metrics))
 
   def num_bytes() -> int:
-    memory = trainer.lower_step().compile().memory_analysis()
+    memory = program.lower(program.objectives[0]).compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
   return Candidate(name, step, num_bytes)
 
 
-def random_batch(trainer: Trainer) -> Batch:
+def random_batch(program: Program) -> Batch:
   """A batch of random tokens, each row one document."""
   rng = np.random.default_rng(0)
-  shape = trainer.batch_shape
-  tokens_BT = rng.integers(0, trainer.cfg.model.vocab_size, shape).astype(np.int32)
+  shape = program.batch_shape
+  tokens_BT = rng.integers(0, program.spec.model.vocab_size, shape).astype(np.int32)
   position_T = np.arange(shape[1], dtype=np.int32)
   local = Batch(
     tokens_BT,
@@ -151,7 +152,7 @@ def random_batch(trainer: Trainer) -> Batch:
     position_BT=np.broadcast_to(position_T, shape),
     weight_BT=np.ones(shape, np.float32),
   )
-  return to_global(local, trainer.batch_sharding, shape)
+  return to_global(local, program.batch_sharding, shape)
 
 
 def plain_step(cfg: Config) -> Callable[[], Any]:

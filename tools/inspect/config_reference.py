@@ -6,9 +6,10 @@ python tools/inspect/config_reference.py [--check]
 import sys
 from pathlib import Path
 
+from maxlite.config.help_text import default_of, entries_in, inherited_keys, own_keys
 from maxlite.config.raw_values import show
 from maxlite.config.saved import MACHINE_KEYS
-from maxlite.config.schema import SECTIONS, SchemaKey
+from maxlite.config.schema import ENTRIES, KEYS, SECTIONS, SchemaKey
 from maxlite.config.values import domain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
@@ -83,6 +84,30 @@ def _table(keys: list[SchemaKey]) -> str:
   ]
   for key in keys:
     lines.append(_row(key))
+  page = "\n".join(lines) + "\n"
+  for key in keys:
+    for name in entries_in(key.name):
+      page += _entry_table(name)
+  return page
+
+
+def _entry_table(name: str) -> str:
+  """The keys of the mappings that a key holds."""
+  entry = ENTRIES[name]
+  lines = [
+    f"\n### Keys of `{name}`\n",
+    f"{entry.__doc__}\n",
+    "| key | value | default | doc |",
+    "|---|---|---|---|",
+  ]
+  for key in own_keys(entry):
+    default = default_of(key)
+    if default.startswith("default "):
+      default = f"`{default.removeprefix('default ')}`"
+    lines.append(_cells(f"`{key.name}`", domain(key), default, key.field.doc))
+  inherited = [f"`{each}`" if each in KEYS else each for each in inherited_keys(entry)]
+  if inherited:
+    lines.append(f"\nAlso, instead of the run's: {', '.join(inherited)}.")
   return "\n".join(lines) + "\n"
 
 
@@ -93,7 +118,10 @@ def _row(key: SchemaKey) -> str:
   if key.name in MACHINE_KEYS:
     name += "†"
   default = f"`{show(key.default)}`"
-  cells = (name, domain(key), default, key.field.doc)
+  return _cells(name, domain(key), default, key.field.doc)
+
+
+def _cells(*cells: str) -> str:
   escaped = [cell.replace("|", "\\|") for cell in cells]
   return f"| {' | '.join(escaped)} |"
 

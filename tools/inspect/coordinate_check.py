@@ -29,9 +29,10 @@ from maxlite.data.batch import Batch
 from maxlite.errors import exit_on_user_error
 from maxlite.metrics.plots.figure import new_figure, save_figure, style_axes
 from maxlite.models import Decoder
-from maxlite.runs.open_run import open_trainer_data
+from maxlite.runs.open_run import open_run_data
 from maxlite.sharding.pytree import PyTree
-from maxlite.training.trainer import build_trainer
+from maxlite.training.program import build_program
+from maxlite.training.spec import spec_of
 
 NUM_STEPS = 5
 FACTORS = (1, 2, 4, 8)
@@ -95,16 +96,16 @@ def width_keys(base: Config, factor: int, kind: str) -> list[str]:
 
 def activation_changes(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, float]:
   """RMS of the change of each module's output on the first batch, and of the logits."""
-  trainer = build_trainer(cfg)
-  state = trainer.init_state()
-  stream = open_trainer_data(trainer).train_stream()
-  batches = [trainer.place(next(stream)) for _ in range(num_steps)]
+  program = build_program(spec_of(cfg), command=cfg)
+  state = program.init(0)
+  stream = open_run_data(cfg, program).train_stream()
+  batches = [program.place(next(stream)) for _ in range(num_steps)]
   stream.close()
 
-  outputs_of = jax.jit(functools.partial(module_outputs, trainer.model))
+  outputs_of = jax.jit(functools.partial(module_outputs, program.model))
   before = outputs_of(state.params, batches[0])
   for batch in batches:
-    state, _ = trainer.train_step(state, batch)
+    state, _ = program.step(state, batch)
   after = outputs_of(state.params, batches[0])
   changes = {}
   for module in before:

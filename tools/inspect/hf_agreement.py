@@ -21,7 +21,7 @@ from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.hf.conversion import to_hf
-from maxlite.runs.open_run import open_trained, open_trainer_data
+from maxlite.runs.open_run import open_run_data, open_trained
 from maxlite.runs.saved_run import config_of_run, run_folder
 
 Apply = Callable[..., jax.Array]  # the model with its parameters: tokens -> logits
@@ -52,8 +52,8 @@ def main() -> None:
 
 def first_batch(cfg: Config) -> Batch:
   """The first batch of the run's held-out data."""
-  trainer, _ = open_trained(cfg)
-  return next(iter(open_trainer_data(trainer).eval_batches(1)))
+  program, _ = open_trained(cfg)
+  return next(iter(open_run_data(cfg, program).eval_batches(1)))
 
 
 def compare_losses(

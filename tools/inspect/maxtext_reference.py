@@ -1,4 +1,4 @@
-"""Generate the tables of docs/from_maxtext.md from maxlite/config; --check only compares.
+"""Generate the tables of docs/from_maxtext.md from maxlite/config/maxtext; --check only compares.
 
 python tools/inspect/maxtext_reference.py [--check]
 """
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxlite.config.maxtext_keys import NOT_NEEDED, NOT_SUPPORTED, OTHER_NAME
-from maxlite.config.maxtext_same_keys import OTHER_MEANING, SAME_NAME, UNSUPPORTED_VALUES, VALUES
+from maxlite.config.maxtext.answers import maxtext_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_maxtext.md"
 COMMAND = "python tools/inspect/maxtext_reference.py"
+TABLES = maxtext_keys()
 MARK = f"<!-- Generated below this line by `{COMMAND}`; do not edit. -->\n"
 
 _PLACES = {
@@ -42,11 +42,11 @@ def _same_names() -> str:
     "A default of maxlite is given where it differs, and what a key means where that differs.\n\n"
   )
   rows = []
-  for key, default in SAME_NAME.items():
+  for key, default in TABLES.same_name.items():
     own = show(DEFAULTS[key])
     if _normalize(own) == _normalize(default):
       own = ""
-    meaning = OTHER_MEANING.get(key, "")
+    meaning = TABLES.other_meaning.get(key, "")
     rows.append((_code(key), _code(default), _code(own), meaning))
   return head + _table(("key", "MaxText's default", "maxlite's", "here"), rows)
 
@@ -66,7 +66,7 @@ def _other_names() -> str:
     "`parquet` otherwise.\n\n"
   )
   rows = []
-  for key, advice in OTHER_NAME.items():
+  for key, advice in TABLES.other_name.items():
     rows.append((_code(key), _code(_with_places(advice))))
   return head + _table(("MaxText", "write"), rows)
 
@@ -80,10 +80,13 @@ def _with_places(advice: str) -> str:
 
 def _reasons() -> str:
   text = ""
-  for title, reasons in (("Not needed", NOT_NEEDED), ("Not supported", NOT_SUPPORTED)):
+  for title, reasons in (
+    ("Not needed", TABLES.not_needed),
+    ("Not supported", TABLES.not_supported),
+  ):
     rows = []
     for reason, keys in reasons.items():
-      names = [_code(key) for key in keys.split()]
+      names = [_code(key) for key in keys]
       rows.append((reason, ", ".join(names)))
     text += f"\n## {title}\n\n"
     text += _table(("because", "MaxText's keys"), rows)
@@ -102,12 +105,12 @@ def _values() -> str:
 def _advice_by_key() -> dict[str, dict[str, str]]:
   """Key -> {value or values of MaxText: what there is instead}."""
   advice: dict[str, dict[str, str]] = {}
-  for key in sorted({*VALUES, *UNSUPPORTED_VALUES}):
+  for key in sorted({*TABLES.values, *TABLES.unsupported_values}):
     own = advice.setdefault(key, {})
-    for value, text in VALUES.get(key, {}).items():
+    for value, text in TABLES.values.get(key, {}).items():
       own[value] = _code(_with_places(text))
-    for reason, values in UNSUPPORTED_VALUES.get(key, {}).items():
-      listed = ", ".join(values.split())
+    for reason, values in TABLES.unsupported_values.get(key, {}).items():
+      listed = ", ".join(values)
       own[listed] = f"not supported: {reason}"
   return advice
 

@@ -1,15 +1,16 @@
 """Mutation test: plant one bug at a time and check that the tests find it.
 
-  python tools/inspect/mutants.py [NAME ...] [--jobs 2] [--write]
+  python tools/inspect/mutants.py [NAME ...] [--jobs 2] [--check]
 
 tests/mutants/mutants.yml lists the bugs, most of which have shipped in a trainer: each is a small
-change to one file, with the tests that should find it. Each is applied to a copy of the sources. A
-mutant is killed if a test fails, but not if the sources fail to import; the slow tests run only if
-the others pass. The exit code is 1 if a mutant survives. `--write` writes their rows into the table
-of docs/correctness.md and keeps those of other mutants.
+change to one function, with the tests that should find it. Each is applied to a copy of the
+sources. A mutant is killed if a test fails, but not if the sources fail to import; the slow tests
+run only if the others pass. The exit code is 1 if a mutant survives. Bugs whose code has changed
+are stale: they are listed, and nothing else; `--check` only lists them.
 """
 
 import argparse
+import ast
 import dataclasses
 import os
 import re
@@ -25,9 +26,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = ROOT / "tests" / "mutants" / "mutants.yml"
-PAGE = ROOT / "docs" / "correctness.md"
 TIMEOUT = 900  # of the tests of a mutant [s]
-MARKS = ("<!-- mutants -->\n", "<!-- end of mutants -->\n")
 COPIED = ("maxlite", "configs", "tests", "tools", "pyproject.toml", "setup.py", "README.md")
 # Exit codes of pytest; others are errors.
 PASSED = 0
@@ -35,27 +34,92 @@ FAILED = 1
 NO_TESTS = 5
 
 
+class StaleError(Exception):
+  """The code that a bug changes is not there, or not once."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-  """A bug: `find`, which occurs once in `file`, is replaced; one of `tests` must fail."""
+  """A bug: `find`, which occurs once at `at`, becomes `replace`; one of `tests` must fail.
+
+  Attributes:
+    at: `file`, or `file::name` of a function, class or assigned name, with `Class.method` for a
+      method.
+    find: Code, which matches however it is broken into lines.
+    tests: Arguments of pytest.
+  """
 
   name: str
   bug: str
-  file: str
+  at: str
   find: str
   replace: str
-  tests: str  # arguments of pytest
+  tests: str
+
+  @property
+  def file(self) -> str:
+    return self.at.partition("::")[0]
 
   def planted(self, source: str) -> str:
     """Return the source with the bug.
 
     Raises:
-      ValueError: `find` does not occur exactly once.
+      StaleError: `at` does not exist, or has `find` not exactly once.
     """
-    count = source.count(self.find)
-    if count != 1:
-      raise ValueError(f"mutant {self.name}: {self.file} has its `find` {count} times, not once")
-    return source.replace(self.find, self.replace)
+    start, end = definition(source, self.at.partition("::")[2])
+    found = list(pattern(self.find).finditer(source, start, end))
+    if len(found) != 1:
+      raise StaleError(f"{self.at} has its `find` {len(found)} times, not once")
+    (match,) = found
+    line = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
+    indentation = " " * (len(line) - len(line.lstrip()))
+    replacement = self.replace.replace("\n", "\n" + indentation)
+    return source[: match.start()] + replacement + source[match.end() :]
+
+
+def definition(source: str, name: str) -> tuple[int, int]:
+  """The (start, end) of what `name` defines in the source; of all of it if there is no name.
+
+  Raises:
+    StaleError: nothing is defined under this name.
+  """
+  if not name:
+    return 0, len(source)
+  node: ast.AST = ast.parse(source)
+  for part in name.split("."):
+    defined = [child for child in ast.iter_child_nodes(node) if part in defined_names(child)]
+    if not defined:
+      raise StaleError(f"{name} is not defined")
+    node = defined[-1]
+  lines = source.splitlines(keepends=True)
+  decorators = getattr(node, "decorator_list", [])
+  first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+  return sum(map(len, lines[: first - 1])), sum(map(len, lines[: node.end_lineno]))
+
+
+def defined_names(node: ast.AST) -> list[str]:
+  """The names that a statement defines: of a function, of a class, or of variables."""
+  if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    return [node.name]
+  targets = getattr(node, "targets", [getattr(node, "target", None)])
+  return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def pattern(code: str) -> re.Pattern:
+  """A pattern of code, however it is broken into lines, with or without a trailing comma."""
+  parts = []
+  before = ""
+  for token in re.findall(r"\w+|[^\w\s]", code):
+    if token in ")]}":
+      parts.append(r"\s*,?")
+    if before.isidentifier() and token.isidentifier():
+      parts.append(r"\s+")
+    else:
+      parts.append(r"\s*")
+    parts.append(re.escape(token))
+    before = token
+  del parts[0]  # the space before the code
+  return re.compile("".join(parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,38 +206,15 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
   return done.returncode, done.stdout + done.stderr
 
 
-def first_cells(mutant: Mutant) -> str:
-  """The start of the mutant's row in the table, by which the row is found."""
-  return f"| {mutant.bug} | `{mutant.file}` | "
-
-
-def row(verdict: Verdict) -> str:
-  """The row of a verdict in the Markdown table."""
-  killer = "**nothing**"
-  if verdict.killer:
-    test, _, _ = verdict.killer.partition("[")  # without its parameters
-    killer = f"`{test}`"
-  return f"{first_cells(verdict.mutant)}{killer} |"
-
-
-def write(verdicts: list[Verdict]) -> None:
-  """Write the rows of the verdicts into the table of docs/correctness.md, in the mutants' order.
-
-  Other mutants keep their rows. Rows of bugs that are not planted any more are removed.
-  """
-  begin, end = MARKS
-  before, rest = PAGE.read_text("utf-8").split(begin)
-  old, after = rest.split(end)
-  rows = {first_cells(verdict.mutant): row(verdict) for verdict in verdicts}
-  lines = ["| bug | planted in | found by |", "|---|---|---|"]
-  for mutant in read_mutants():
-    start = first_cells(mutant)
-    if start in rows:
-      lines.append(rows[start])
-    else:
-      lines += [line for line in old.splitlines() if line.startswith(start)]
-  table = "\n".join(lines) + "\n"
-  PAGE.write_text(before + begin + table + end + after, "utf-8")
+def stale_mutants(mutants: list[Mutant]) -> dict[str, str]:
+  """{name: reason} of the bugs that cannot be planted."""
+  stale = {}
+  for mutant in mutants:
+    try:
+      mutant.planted((ROOT / mutant.file).read_text("utf-8"))
+    except (StaleError, FileNotFoundError) as error:
+      stale[mutant.name] = str(error)
+  return stale
 
 
 def chosen_mutants(names: list[str]) -> list[Mutant]:
@@ -195,31 +236,36 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("names", nargs="*", help="mutants to test; default: all")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of parallel mutants")
-  parser.add_argument(
-    "--write", action="store_true", help="write their rows to docs/correctness.md"
-  )
+  parser.add_argument("--check", action="store_true", help="only list stale mutants")
   options = parser.parse_args()
   try:
     mutants = chosen_mutants(options.names)
   except ValueError as error:
     parser.error(str(error))
-  verdicts = []
-  num_killed = 0
+  stale = stale_mutants(mutants)
+  survivors = []
+  if not options.check:
+    survivors = try_all([mutant for mutant in mutants if mutant.name not in stale], options.jobs)
+  for name, reason in stale.items():
+    print(f"warning: the mutant {name} is stale: {reason}")
+  return int(bool(survivors))
+
+
+def try_all(mutants: list[Mutant], jobs: int) -> list[str]:
+  """Try the mutants, print the verdicts, and return the names of survivors."""
+  survivors = []
   with tempfile.TemporaryDirectory(prefix="programs-") as programs:
     # Most programs are the same with and without a bug; tests/conftest.py reads this variable.
     os.environ.setdefault("MAXLITE_TEST_PROGRAMS", programs)
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
       for verdict in pool.map(try_mutant, mutants):
-        verdicts.append(verdict)
-        result = "SURVIVED"
-        if verdict.killer:
-          num_killed += 1
-          result = f"killed by {verdict.killer}"
+        result = f"killed by {verdict.killer}"
+        if not verdict.killer:
+          survivors.append(verdict.mutant.name)
+          result = "SURVIVED"
         print(f"{verdict.mutant.name:45} {verdict.seconds:5.0f} s  {result}", flush=True)
-  print(f"{num_killed} of {len(verdicts)} killed")
-  if options.write:
-    write(verdicts)
-  return int(num_killed < len(verdicts))
+  print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed")
+  return survivors
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from maxlite.planning.plan_report import GB, sent_by_axes
 from maxlite.planning.plan_run import compile_step
 from maxlite.planning.plan_target import PlanTarget, build_target
 from maxlite.planning.roofline import step_bounds
+from maxlite.training.program import flops_per_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 MODELS = ("deepseek2-16b", "mixtral-8x7b")
@@ -178,12 +179,12 @@ def _plans() -> Iterator[str]:
 @functools.cache
 def _smallest(model: str) -> MemoryEstimate:
   row = rows_of(model)[0]
-  return estimate_memory(build_target(row.cfg, compiles=False).trainer)
+  return estimate_memory(build_target(row.cfg, compiles=False).program)
 
 
 def _memory(row: Row, target: PlanTarget) -> MemoryEstimate:
   """Memory of a plan: that of the smallest plan except for the state and its gradients."""
-  state = target.trainer.abstract_state
+  state = target.program.abstract_state
   parameters = bytes_per_device(state.params)
   return _smallest(row.model)._replace(
     parameters=parameters,
@@ -212,7 +213,7 @@ def _chips(row: Row) -> str:
 def _mesh(target: PlanTarget) -> str:
   """The axes of the mesh that have several shards."""
   degrees = []
-  for axis, size in target.trainer.mesh.shape.items():
+  for axis, size in target.program.mesh.shape.items():
     if size > 1:
       degrees.append(f"{axis}={size}")
   return " x ".join(degrees)
@@ -227,8 +228,8 @@ def _sent_and_times(target: PlanTarget, axes: Sequence[str]) -> list[str]:
     size = sent.pop(axis, 0.0)
     cells.append(f"{size / GB:.1f}" if size else "")
   assert all(size <= NEGLIGIBLE for size in sent.values()), sent
-  (flops,) = target.trainer.flops_per_step
-  bounds = step_bounds(CHIPS[target.kind], flops / target.trainer.mesh.size, None, expected)
+  (flops,) = flops_per_step(target.program)
+  bounds = step_bounds(CHIPS[target.kind], flops / target.program.mesh.size, None, expected)
   seconds = {bound.resource: bound.seconds for bound in bounds}
   for resource in RESOURCES:
     cells.append(f"{1e3 * seconds[resource]:.0f}" if resource in seconds else "")
@@ -260,7 +261,7 @@ def _comparison(programs: Path) -> Iterator[str]:
     stats = json.loads((folder / "memory.json").read_text())
     target = build_target(row.cfg, compiles=False)
     module = parse((folder / "train_step.hlo.txt").read_text())
-    found = _by_axes(collectives(module, dict(target.trainer.mesh.shape), target.slices))
+    found = _by_axes(collectives(module, dict(target.program.mesh.shape), target.slices))
     guess = _by_axes(estimate_collectives(target))
     pairs = {"peak": (_memory(row, target).total, stats["peak_memory_in_bytes"])}
     for axes in AXES:
@@ -284,7 +285,7 @@ def _compile(row: Row, folder: Path) -> None:
   target = build_target(row.cfg, compiles=True)
   if target.missing:
     sys.exit(f"scaling.py: --programs needs {target.missing}")
-  compiled = compile_step(target.trainer, str(folder))
+  compiled = compile_step(target.program, str(folder))
   stats = {
     "peak_memory_in_bytes": compiled.memory.peak_memory_in_bytes,
     "temp_size_in_bytes": compiled.memory.temp_size_in_bytes,

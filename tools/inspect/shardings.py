@@ -17,13 +17,17 @@ from maxlite.config import Config, main_config
 from maxlite.config.members import members_of
 from maxlite.errors import exit_on_user_error
 from maxlite.sharding.sharding_report import ParameterSharding, parameter_sharding
-from maxlite.training.trainer import Trainer, build_trainer
+from maxlite.training.program import Program, build_program
+from maxlite.training.spec import spec_of
 
 
 def main() -> int:
   cfg = main_config(sys.argv[1:], "shardings", needs_data=False)
   with exit_on_user_error("shardings"):
-    tables = [table(build_trainer(group[0]), len(group)) for group in groups_of(cfg)]
+    tables = []
+    for group in groups_of(cfg):
+      first = group[0]
+      tables.append(table(build_program(spec_of(first), command=first), len(group)))
   for each in tables:
     # Wide enough that nothing is truncated, whatever the terminal.
     Console(width=200, highlight=False, markup=False).print(each)
@@ -40,9 +44,9 @@ def groups_of(cfg: Config) -> list[list[Config]]:
   return list(groups.values())
 
 
-def shardings_of(trainer: Trainer, num_members: int) -> list[ParameterSharding]:
+def shardings_of(program: Program, num_members: int) -> list[ParameterSharding]:
   """The sharding of every parameter, stacked if there are several members."""
-  placements = trainer.parameter_shardings
+  placements = program.parameters
   if num_members == 1:
     return placements
   stacked = []
@@ -52,16 +56,16 @@ def shardings_of(trainer: Trainer, num_members: int) -> list[ParameterSharding]:
         placement.path,
         jax.ShapeDtypeStruct((num_members, *placement.shape), placement.dtype),
         ("ensemble", *placement.names),
-        trainer.sharder,
+        program.sharder,
       )
     )
   return stacked
 
 
-def table(trainer: Trainer, num_members: int) -> Table:
+def table(program: Program, num_members: int) -> Table:
   """A line per parameter, and the total."""
-  mesh = trainer.mesh
-  placements = shardings_of(trainer, num_members)
+  mesh = program.mesh
+  placements = shardings_of(program, num_members)
   degrees = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
   result = Table(
     title=f"{mesh.size} devices: {degrees}",

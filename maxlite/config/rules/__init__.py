@@ -5,6 +5,7 @@ a function and add it to the tuple at the end of its file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from maxlite.config.config_field import KeyValue
 from maxlite.config.rules.data_rules import DATA_RULES, data_files
@@ -38,12 +39,19 @@ RULES: tuple[Callable[[Config], Violations], ...] = (
 )
 
 
-def check_rules(config: Config, sources: Mapping[str, str], *, needs_data: bool) -> None:
+def check_rules(
+  config: Config,
+  sources: Mapping[str, str],
+  *,
+  needs_data: bool,
+  names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
   """Raise an error for the first rule that the values of a config break.
 
   Args:
     sources: where each key that is not at its default was set.
     needs_data: whether the files of dataset_path and eval_dataset_path must exist.
+    names: of the keys that have another name where the user wrote them.
 
   Raises:
     UserError: one line with the keys, their values and sources, the rule and the fix.
@@ -53,12 +61,18 @@ def check_rules(config: Config, sources: Mapping[str, str], *, needs_data: bool)
     rules.append(data_files)
   for rule in rules:
     for violation in rule(config):
-      place = _describe(violation.keys, flatten(config), sources)
-      raise UserError(f"{place}: {violation.text}")
+      place = _describe(violation.keys, flatten(config), sources, names)
+      text = violation.text
+      for key, value in violation.fix.items():
+        text += f"; write {names.get(key, key)}={value}"
+      raise UserError(f"{place}: {text}")
 
 
 def _describe(
-  keys: Sequence[str], values: Mapping[str, KeyValue], sources: Mapping[str, str]
+  keys: Sequence[str],
+  values: Mapping[str, KeyValue],
+  sources: Mapping[str, str],
+  names: Mapping[str, str],
 ) -> str:
   """`SOURCE: key=value with key=value (its source, if it is another)`."""
   own_sources = [sources.get(key, DEFAULT) for key in keys]
@@ -69,7 +83,7 @@ def _describe(
       break
   shown = []
   for key, source in zip(keys, own_sources, strict=True):
-    text = show_key(key, values[key])
+    text = show_key(names.get(key, key), values[key])
     if source != first:
       text += f" ({source})"
     shown.append(text)

@@ -11,13 +11,12 @@ from maxlite.config.rules.violation import (
   largest_divisor,
 )
 from maxlite.config.schema import Config, flatten
+from maxlite.config.schema.data_config import MESSAGE_FIELDS, ROW_FIELDS, SCHEDULE_KEYS
+from maxlite.config.values import suggest
 from maxlite.config.yaml_files import CONFIGS
 from maxlite.registry import SOURCES, TOKENIZERS
 from maxlite.storage.file_io import expand_glob
 from maxlite.storage.tokenizer_files import FOLDER, MAIN_FILES
-
-# Keys that change the shape of batches during a run.
-SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
 
 
 def tokenizer(cfg: Config) -> Violations:
@@ -63,6 +62,23 @@ def chat(cfg: Config) -> Violations:
       ["dataset_type", "tokenizer_type"],
       f"{entry.units} have no chat template; write chat_template_path={_plain_template()}",
     )
+
+
+def columns(cfg: Config) -> Violations:
+  """The rules on other names of the columns of conversations."""
+  fields = (*ROW_FIELDS, *MESSAGE_FIELDS)
+  renamed = cfg.data.data_columns
+  for field, column in renamed.items():
+    if field not in fields:
+      yield Violation(
+        ["data_columns"], f"{field} is not a field of conversations; {suggest(field, fields)}"
+      )
+    if not isinstance(column, str) or not column:
+      yield Violation(
+        ["data_columns"], f"{field} needs one column", {"data_columns": f"{{{field}: NAME}}"}
+      )
+  if len(set(renamed.values())) < len(renamed):
+    yield Violation(["data_columns"], "two fields have one column; write a column for each")
 
 
 def _plain_template() -> str:
@@ -150,7 +166,7 @@ def data_files(cfg: Config) -> Violations:
   if data.dataset_mixture:  # its sources are validated one by one
     return
   if not data.dataset_path:
-    yield Violation(["dataset_path"], "has no data; write dataset_path=FILE or [stdlib]")
+    yield Violation(["dataset_path"], "has no data", {"dataset_path": "FILE or [stdlib]"})
   for path in data.dataset_path:
     yield from _data_file("dataset_path", path, data.dataset_type)
   for path in data.eval_dataset_path:
@@ -171,22 +187,19 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
   """The rules on one entry of a key: `stdlib`, a URI, a file, a folder or a glob."""
   if entry == "stdlib":
     if not SOURCES.entry(dataset_type).is_plain_text:
-      yield Violation([key, "dataset_type"], f"stdlib is text; write {key}=FILE")
+      yield Violation([key, "dataset_type"], "stdlib is text", {key: "FILE"})
     return
   path = os.path.expanduser(entry)
   is_uri = "://" in entry  # looked up when it is opened
   if not is_uri and not os.path.exists(path) and not any(expand_glob(path)):
     yield Violation(
-      [key],
-      f"{entry} matches no file; write {key}=FILE, a folder or a glob that matches",
+      [key], f"{entry} matches no file", {key: "FILE, a folder or a glob that matches"}
     )
   if os.path.isdir(path):
     return
   other = other_dataset_type(entry, dataset_type)
   if other:
-    yield Violation(
-      [key, "dataset_type"], f"{entry} is of another type; write dataset_type={other}"
-    )
+    yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, batches, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, schedules)

@@ -6,7 +6,7 @@ from math import lcm, prod
 from maxlite.config.rules.violation import Violation, Violations, largest_divisor
 from maxlite.config.schema import DEFAULTS, MESH_AXES, Config, ModelConfig, flatten
 from maxlite.config.values import suggest
-from maxlite.registry import PARTIAL_ATTENTION_BACKENDS
+from maxlite.registry import ATTENTION_BACKENDS
 
 _GROUPS = ("ici", "dcn")  # the devices of one slice, and the slices
 
@@ -130,7 +130,8 @@ def context_parallelism(cfg: Config) -> Violations:
 def _ring(cfg: Config, num_shards: int) -> Violations:
   """The rules on ring attention over `num_shards` shards of the positions."""
   key = "context_parallel_strategy"
-  if cfg.model.attention not in ("auto", *PARTIAL_ATTENTION_BACKENDS):
+  attention = cfg.model.attention
+  if attention != "auto" and ATTENTION_BACKENDS[attention].partial is None:
     yield Violation(
       [key, "attention"],
       "the backend cannot merge results of several shards' keys; write attention=chunked",

@@ -59,7 +59,7 @@ def _attention_backend(cfg: Config) -> Violations:
   model = cfg.model
   if model.attention not in ATTENTION_BACKENDS:  # auto
     return
-  backend = ATTENTION_BACKENDS.entry(model.attention)
+  backend = ATTENTION_BACKENDS[model.attention]
   if model.family.attention.sinks and not backend.has_sinks:
     yield Violation(
       ["attention", "decoder_block"],

@@ -10,6 +10,7 @@ from maxlite.config.rules.violation import (
   set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, flatten
+from maxlite.config.schema.training_config import PREFERENCE_KEYS, TEACHER_KEYS
 from maxlite.registry import (
   DRAFT_LOSSES,
   OPTIMIZERS,
@@ -17,11 +18,6 @@ from maxlite.registry import (
   SOURCES,
   TAUGHT_LOSSES,
 )
-
-# Keys that only loss `distill` reads.
-TEACHER_KEYS = tuple(key for key in DEFAULTS if key.startswith(("teacher_", "distill_")))
-# Keys that only preference losses read.
-PREFERENCE_KEYS = tuple(key for key in DEFAULTS if key.startswith(("reference_", "dpo_")))
 
 
 def optimizer(cfg: Config) -> Violations:
@@ -280,7 +276,7 @@ def _pairs(cfg: Config) -> Violations:
   needs_pairs = cfg.training.loss_type in PREFERENCE_LOSSES
   if needs_pairs and not is_pairs:
     yield Violation(
-      ["loss_type", "dataset_type"], "needs pairs of answers; write dataset_type=preference"
+      ["loss_type", "dataset_type"], "needs pairs of answers", {"dataset_type": "preference"}
     )
   if is_pairs and not needs_pairs:
     yield Violation(

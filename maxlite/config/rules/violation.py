@@ -5,8 +5,9 @@ break the rule, it computes the message. The function yields a `Violation` for e
 the first one is raised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isqrt
+from types import MappingProxyType
 from typing import NamedTuple
 
 from maxlite.config.config_field import KeyValue
@@ -17,10 +18,12 @@ ENSEMBLE_KEYS = ("members", "sweep", "search")
 
 
 class Violation(NamedTuple):
-  """A broken rule; the message is `SOURCE: KEY=VALUE with OTHER=VALUE: TEXT`."""
+  """A broken rule; the message is `SOURCE: KEY=VALUE with OTHER=VALUE: TEXT; write FIX`."""
 
   keys: Sequence[str]  # the keys that the rule is about, the one to change first
-  text: str  # the rule, and what to write instead
+  text: str  # the rule, and, without a `fix`, what to write instead
+  # {key: what to write} of a key that has another name in the entries of `dataset_mixture`.
+  fix: Mapping[str, str] = MappingProxyType({})
 
 
 Violations = Iterator[Violation]

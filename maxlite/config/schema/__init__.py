@@ -7,12 +7,17 @@ has the key. Importing the schema does not import JAX, so mistakes are reported 
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
-from maxlite.config.config_field import ConfigField, KeyValue
+from maxlite.config.config_field import KeyValue, SchemaKey, walk
+from maxlite.config.config_field import Section as Section
+from maxlite.config.config_field import SectionClass as SectionClass
+from maxlite.config.config_field import build as build
+from maxlite.config.config_field import entry_keys as entry_keys
+from maxlite.config.config_field import flatten as flatten
 from maxlite.config.schema.data_config import DataConfig
 from maxlite.config.schema.ensemble_config import EnsembleConfig
+from maxlite.config.schema.entries import ENTRIES as ENTRIES
+from maxlite.config.schema.entries import PhaseConfig as PhaseConfig
 from maxlite.config.schema.entry_point_config import (
   DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS,
 )
@@ -72,61 +77,7 @@ class Config:
   tokenizer: TokenizerConfig = TokenizerConfig()
 
 
-class Section(Protocol):
-  """A dataclass of keys, or of further sections."""
-
-  __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
-
-
-SectionT = TypeVar("SectionT", bound=Section)
-SectionClass: TypeAlias = type[Section]
-
-
-@dataclasses.dataclass(frozen=True)
-class SchemaKey:
-  """One flat key of the schema."""
-
-  name: str
-  type: object
-  default: KeyValue
-  field: ConfigField
-  section: SectionClass
-
-
-def _walk(section: SectionClass) -> Iterator[SchemaKey]:
-  """The keys of a section and of the sections in it, in order."""
-  for entry in dataclasses.fields(section):
-    if isinstance(entry.type, type) and dataclasses.is_dataclass(entry.type):
-      yield from _walk(entry.type)
-    else:
-      yield SchemaKey(entry.name, entry.type, entry.default, entry.metadata["config"], section)
-
-
-def build(section: type[SectionT], values: Mapping[str, KeyValue]) -> SectionT:
-  """An instance of the (nested) section from flat `values`, which holds all of its keys."""
-  own: dict[str, KeyValue] = {}
-  for entry in dataclasses.fields(section):
-    if entry.name in KEYS:
-      own[entry.name] = values[entry.name]
-    else:
-      assert isinstance(entry.type, type)
-      own[entry.name] = build(entry.type, values)
-  return section(**own)
-
-
-def flatten(config: Section) -> dict[str, KeyValue]:
-  """Flat {key: value} of a (nested) section, in schema order."""
-  flat: dict[str, KeyValue] = {}
-  for entry in dataclasses.fields(config):
-    value = getattr(config, entry.name)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-      flat.update(flatten(value))
-    else:
-      flat[entry.name] = value
-  return flat
-
-
-KEYS: dict[str, SchemaKey] = {key.name: key for key in _walk(Config)}
+KEYS: dict[str, SchemaKey] = {key.name: key for key in walk(Config)}
 SECTIONS: dict[str, list[SchemaKey]] = {
   section.__name__.removesuffix("Config").lower(): list(keys)
   for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section)

@@ -6,6 +6,22 @@ from maxlite.config.config_field import field, machine_field, model_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.registry import PACKING_STRATEGIES, ROW_ORDERS, SOURCES, TOKENIZERS
 
+# Keys that change the shape of batches during a run.
+SCHEDULE_KEYS = ("batch_size_schedule", "sequence_length_schedule")
+# The fields of a row of conversations or of pairs, and those of a message.
+ROW_FIELDS = (
+  "messages",
+  "prompt",
+  "completion",
+  "chosen",
+  "rejected",
+  "instruction",
+  "input",
+  "output",
+  "tools",
+)
+MESSAGE_FIELDS = ("role", "content")
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
@@ -25,10 +41,8 @@ class DataConfig:
   )
   dataset_mixture: tuple[FrozenMapping, ...] = field(
     (),
-    "Weighted sources instead of dataset_path: {name: N, path: [FILES], weight: W}, where weight "
-    "is a share of the tokens relative to the other sources. Optional: type (dataset_type), "
-    "text_column, eval_path (held-out files), max_epochs, and from_step, the steps done before "
-    "the source begins. {name: N, weight: W, from_step: S} changes a weight (docs/data.md).",
+    "Weighted sources instead of dataset_path: {name: N, path: [FILES], weight: W} with further "
+    "keys, which are below. {name: N, weight: W, from_step: S} changes a weight (docs/data.md).",
   )
   eval_dataset_path: tuple[str, ...] = field(
     (), "Held-out files, folders or globs; empty: a part of dataset_path is held out."
@@ -48,6 +62,12 @@ class DataConfig:
   )
   text_column: str = field(
     "text", "Field, column or feature with the text of jsonl, parquet, arrow and array_record data."
+  )
+  data_columns: FrozenMapping = field(
+    FrozenMapping(),
+    "{field: column} of conversations and pairs whose columns have other names, such as {messages: "
+    "dialog, role: speaker, content: text}; fields of docs/finetune.md, where role and content are "
+    "of each message.",
   )
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")

@@ -17,22 +17,18 @@ class EnsembleConfig:
 
   members: tuple[FrozenMapping, ...] = field(
     (),
-    "Members, each {key: value} with an optional `name`. Allowed keys: those of model (except "
-    "vocab_size), optimizer and training (except of a teacher or reference); phases, "
-    "initial_phases, init_weights_seed, data_shuffle_seed, data_sampling; and model_name, which "
-    "applies the allowed keys of that preset.",
+    "Members, each {key: value} with an optional `name`. A `model_name` applies the keys of that "
+    "preset which a member may set.",
   )
   sweep: FrozenMapping = field(
     FrozenMapping(),
     "Generated members: {grid: {key: [values]}} gives every combination; {draw: {key: rule}, "
-    "num_members: N, seed: 0} random ones, where a rule is {log_uniform: [low, high]} (for "
-    "learning rates), {uniform: [low, high]} or {choice: [values]}. With `members`: the product.",
+    "num_members: N, seed: 0} random ones. With `members`: the product.",
   )
   search: FrozenMapping = field(
     FrozenMapping(),
     "Members in rounds, proposed by a sampler of Optuna from the held-out losses of earlier "
-    "rounds: {sampler: tpe, cma or random, rounds: N, num_members: N of a round, space: {key: "
-    "rule}, seed: 0}, with rules as in `sweep`.",
+    "rounds: {sampler: tpe, rounds: N, num_members: N, space: {key: rule}}.",
   )
   ensemble_strategy: str = field(
     "auto",

@@ -105,19 +105,20 @@ class TrainingConfig:
   )
 
 
+_TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]
+# Keys that only loss `distill` reads, and keys that only preference losses read.
+TEACHER_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_")))
+PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("reference_", "dpo_")))
+
+
 @dataclasses.dataclass(frozen=True)
 class PhasesConfig:
   """Alternating training: phases that each train a part of the model; read if `phases` is set."""
 
   phases: tuple[FrozenMapping, ...] = model_field(
     (),
-    "Phases in order, each {name: N, train: [path regexes], loss: L, steps: N}. Losses: "
-    "`next_token`, `distill`, `dpo` (default: loss_type); for draft heads `match_head` or "
-    "`next_token_and_draft`. Instead of steps: `until: {metric: M, max_steps: N, patience: N}` (or "
-    "below: X, above: X). A phase may also set `repeat_batch: N` (updates on each batch), "
-    "`share_optimizer_state: PHASE` (of a phase that trains the same parameters), optimizer keys, "
-    "gradient_accumulation_steps and data keys such as dataset_path and per_device_batch_size (not "
-    "tokenizer_*, eval_*, max_target_length).",
+    "Phases in order, each {name: N, train: [path regexes], steps: N} with further keys, which are "
+    "below. A phase has its own loss, optimizer and data where it sets their keys.",
   )
   initial_phases: FrozenMapping = model_field(
     FrozenMapping(),

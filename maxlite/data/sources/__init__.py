@@ -143,7 +143,7 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
   chat = _open_required_chat(cfg, tokenizer)
   row_length = cfg.max_target_length
   conversations = ConversationTokenizer(chat, row_length + 1, cfg.on_bad_row)
-  read = functools.partial(chat_documents, reject=conversations.reject)
+  read = functools.partial(chat_documents, reject=conversations.reject, columns=_columns(cfg))
   data = _open_tokens(read, ".jsonl", cfg, conversations, cache_directory)
   return _source(
     data,
@@ -165,7 +165,7 @@ def preference_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -
   chat = _open_required_chat(cfg, tokenizer)
   row_length = cfg.max_target_length
   pairs = PairTokenizer(chat, row_length // 2 + 1, cfg.on_bad_row)
-  read = functools.partial(preference_documents, reject=pairs.reject)
+  read = functools.partial(preference_documents, reject=pairs.reject, columns=_columns(cfg))
   data = _open_tokens(read, ".jsonl", cfg, pairs, cache_directory)
   held_out = PackedPairs(data.eval, row_length, None, packing=cfg.packing)
   return DataSource(
@@ -175,6 +175,11 @@ def preference_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -
     summary=_summary(data, "pairs", documents_per_unit=2),
     files=data.files,
   )
+
+
+def _columns(cfg: DataConfig) -> dict[str, str]:
+  """Return {field: column} of rows of conversations whose columns have other names."""
+  return {field: str(column) for field, column in cfg.data_columns.items()}
 
 
 def _open_required_chat(cfg: DataConfig, tokenizer: Tokenizer) -> ChatEncoder:

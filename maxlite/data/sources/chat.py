@@ -1,17 +1,20 @@
 """Chat data: conversations from JSON lines, encoded with a mask of the assistant's tokens."""
 
 import datetime
+import functools
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from maxlite.config.schema import DataConfig
+from maxlite.config.schema.data_config import MESSAGE_FIELDS, ROW_FIELDS
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
 from maxlite.data.sources.chat_template import (
   NO_VARIABLES,
@@ -33,6 +36,9 @@ from maxlite.storage.tokenizer_files import require_unchanged
 
 log = get_logger(__name__)
 
+# {field: its column in a file}: `data_columns` of the config
+Columns: TypeAlias = Mapping[str, str]
+NO_COLUMNS: Columns = MappingProxyType({})
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
 _FORMAT = 2  # of tokenized conversations; changes whenever their ids or their mask do
@@ -325,22 +331,69 @@ def chat_documents(
   start: float,
   stop: float,
   reject: Reject = raise_error,
+  columns: Columns = NO_COLUMNS,
 ) -> Iterator[Iterator[bytes]]:
   """Yield (messages, variables, `FILE:LINE`) for the fraction [start, stop) of the lines of `file`.
 
   The first two are JSON. A line has `messages`, or a `prompt` and its `completion`, each a string
   or a list of messages; or the fields of ShareGPT (`conversations`) or of Alpaca (`instruction`,
   `input`, `output`). It may have `tools` and `chat_template_kwargs`, which are variables of the
-  template. Rejects lines that have neither, by file and line.
+  template. `columns` are the names of these fields in the file, where they differ. Rejects lines
+  that have neither, by file and line.
   """
-  return convert_rows(read_rows(file, start, stop, reject), _document, reject)
+  document = functools.partial(_document, columns=columns)
+  return convert_rows(read_rows(file, start, stop, reject), document, reject)
 
 
-def _document(row: JsonRow) -> Iterator[bytes]:
+def _document(row: JsonRow, columns: Columns) -> Iterator[bytes]:
   """Return the pieces of a line: its messages and variables as JSON, and its place."""
-  variables = read_variables(row.place, row.record)
-  messages = _messages(row.place, row.record)
+  record = with_fields(row, columns)
+  variables = read_variables(row.place, record)
+  messages = _messages(row.place, record)
   return iter([json.dumps(messages).encode(), json.dumps(variables).encode(), row.place.encode()])
+
+
+def with_fields(row: JsonRow, columns: Columns) -> Mapping[str, Json]:
+  """Return the record of a row whose fields are called as `columns`, {field: column}, says.
+
+  `role` and `content` are called so in each message; roles of ShareGPT are read as its turns are.
+
+  Raises:
+    UserError: the row has no such column; `input` and `tools` may be missing.
+  """
+  if not columns:
+    return row.record
+  record: dict[str, Json] = {}
+  for name, value in row.record.items():
+    if name not in columns and name not in columns.values():
+      record[name] = value
+  for field in ROW_FIELDS:
+    column = columns.get(field, field)
+    if column in row.record and (field in columns or column not in columns.values()):
+      record[field] = _with_message_fields(row.record[column], columns)
+    elif field in columns and field not in ("input", "tools"):
+      raise UserError(
+        f"{row.place}: no column {column!r} among {sorted(row.record)}: correct data_columns"
+      )
+  return record
+
+
+def _with_message_fields(value: Json, columns: Columns) -> Json:
+  """Return a list of messages with `role` and `content`; other values unchanged."""
+  renamed = {columns[field]: field for field in MESSAGE_FIELDS if field in columns}
+  if not renamed or not isinstance(value, list):
+    return value
+  messages: list[Json] = []
+  for message in value:
+    if not isinstance(message, dict):
+      messages.append(message)
+      continue
+    others = {name: each for name, each in message.items() if name not in renamed}
+    fields = {field: message[column] for column, field in renamed.items() if column in message}
+    if isinstance(fields.get("role"), str):
+      fields["role"] = _SHARE_GPT.get(fields["role"], fields["role"])
+    messages.append({**others, **fields})
+  return messages
 
 
 def read_variables(place: str, record: Mapping[str, Json]) -> JsonObject:

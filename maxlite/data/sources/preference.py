@@ -5,6 +5,7 @@ the conversation before them as `prompt` or `messages`. Or `chosen` and `rejecte
 conversations, whose common first messages are the prompt.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.data.sources.bad_rows import Reject, build_reject, convert_rows, raise_error
-from maxlite.data.sources.chat import ChatEncoder, MaskedIds, check_messages, read_variables
+from maxlite.data.sources.chat import (
+  NO_COLUMNS,
+  ChatEncoder,
+  Columns,
+  MaskedIds,
+  check_messages,
+  read_variables,
+  with_fields,
+)
 from maxlite.data.sources.chat_template import Message, Variables
 from maxlite.data.sources.jsonl import JsonRow
 from maxlite.data.sources.tables import read_rows
@@ -124,19 +133,23 @@ def preference_documents(
   start: float,
   stop: float,
   reject: Reject = raise_error,
+  columns: Columns = NO_COLUMNS,
 ) -> Iterator[Iterator[bytes]]:
   """Yield (prompt, [chosen, rejected], variables, `FILE:LINE`) for a part of the lines.
 
   The part is the fraction [start, stop); the first three are JSON. Pairs with one prompt have the
-  same first piece, so they are in one split. Rejects lines that are not a pair, by file and line.
+  same first piece, so they are in one split. `columns` are the names of their fields in the file,
+  where they differ. Rejects lines that are not a pair, by file and line.
   """
-  return convert_rows(read_rows(file, start, stop, reject), _document, reject)
+  document = functools.partial(_document, columns=columns)
+  return convert_rows(read_rows(file, start, stop, reject), document, reject)
 
 
-def _document(row: JsonRow) -> Iterator[bytes]:
+def _document(row: JsonRow, columns: Columns) -> Iterator[bytes]:
   """Return the pieces of a line."""
-  variables = json.dumps(read_variables(row.place, row.record))
-  pair = _pair(row.place, row.record)
+  record = with_fields(row, columns)
+  variables = json.dumps(read_variables(row.place, record))
+  pair = _pair(row.place, record)
   if pair.chosen == pair.rejected:
     raise UserError(f"{row.place}: chosen and rejected are equal: remove the pair")
   prompt = json.dumps(pair.prompt)

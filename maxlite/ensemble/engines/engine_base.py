@@ -1,5 +1,6 @@
 """The contract of engines, and the request from which they are built."""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -7,10 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from maxlite.ensemble.member import MemberFactory
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.member import MemberFactory
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
@@ -126,19 +126,36 @@ def own_placement(devices: Sequence[jax.Device], *, spread: bool) -> Placement:
   return Placement((devices[0],))
 
 
-class EnsembleEngine:
-  """Base of engines; subclasses define the methods below and the form of the state."""
-
-  init: Callable[[], PyTree]  # () -> state
-  step: Callable[[PyTree, PyTree], tuple[PyTree, StackMetrics]]  # (state, batch); donates the state
-  predict: Callable[..., list]  # (state, inputs, method="predict") -> its result for each member
-  pack: Callable[[Sequence[PyTree]], PyTree]  # every member's solo state -> state
-  take: Callable[[PyTree, int], TrainState]  # (state, z) -> the solo state of member z
-  step_cost: Callable[[], StepCost]
+class EnsembleEngine(abc.ABC):
+  """Trains members by one strategy; the form of the state is the engine's."""
 
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
     self.request = request
     self.programs = list(programs)
+
+  @abc.abstractmethod
+  def init(self) -> PyTree:
+    """The state before the first step."""
+
+  @abc.abstractmethod
+  def step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, StackMetrics]:
+    """The state after a step, and what it reports; donates `state`."""
+
+  @abc.abstractmethod
+  def predict(self, state: PyTree, inputs: PyTree, method: str = "predict") -> list[PyTree]:
+    """Per member, the result of its function `method`."""
+
+  @abc.abstractmethod
+  def pack(self, states: Sequence[TrainState]) -> PyTree:
+    """The state from the members' solo states."""
+
+  @abc.abstractmethod
+  def take(self, state: PyTree, z: int) -> TrainState:
+    """The solo state of member z: copies, since the next step donates `state`."""
+
+  @abc.abstractmethod
+  def step_cost(self) -> StepCost:
+    """The cost of a step, from shapes."""
 
   @functools.cached_property
   def abstract(self) -> list[TrainState]:
@@ -165,7 +182,7 @@ class EnsembleEngine:
       for program, state in zip(self.programs, self.abstract, strict=True)
     ]
 
-  def trace(self) -> None:
+  def trace(self) -> None:  # noqa: B027 (only engines that use vmap override it)
     """Trace the step, where it may turn out that JAX cannot."""
 
   def member_costs(self) -> list[MemberCost]:
@@ -252,31 +269,6 @@ def require_one_process(request: EngineRequest) -> None:
   """Raise UserError if the devices belong to several processes."""
   if request.spans_processes:
     raise UserError("it runs in one process; over several, use stacked or fused")
-
-
-def stack_common(by_group: Sequence[Metrics], order_Z: Sequence[int]) -> Metrics:
-  """The scalars [Z] that all members have, in the order of the members.
-
-  Args:
-    by_group: the metrics of every group, [members of the group, ...].
-    order_Z: for every member, its position in the concatenated groups.
-  """
-  num_members = len(order_Z)
-  is_ordered = list(order_Z) == list(range(num_members))
-  common = {}
-  for name in by_group[0]:
-    values = [metrics[name] for metrics in by_group if name in metrics]
-    if len(values) < len(by_group):
-      continue
-    if any(value.ndim != 1 for value in values):
-      continue
-    joined_Z = values[0]
-    if len(values) > 1:
-      joined_Z = jnp.concatenate(values)
-    if not is_ordered:
-      joined_Z = joined_Z[jnp.asarray(order_Z)]
-    common[name] = joined_Z
-  return common
 
 
 def largest_divisor(number: int, limit: int) -> int:

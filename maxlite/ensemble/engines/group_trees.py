@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxlite.ensemble.engines.engine_base import Metrics, StackMetrics, stack_common
+from maxlite.ensemble.engines.engine_base import Metrics, StackMetrics
 from maxlite.sharding.pytree import PyTree
 
 Rows = int | list[int] | np.ndarray | jax.Array  # the number of an entry, or several numbers
@@ -42,6 +42,31 @@ def join_metrics(by_member: Sequence[Metrics]) -> StackMetrics:
   common = stack_common(by_group, range(len(by_member)))
   own = [metrics_besides(common, metrics) for metrics in by_member]
   return StackMetrics(common, own)
+
+
+def stack_common(by_group: Sequence[Metrics], order_Z: Sequence[int]) -> Metrics:
+  """The scalars [Z] that all members have, in the order of the members.
+
+  Args:
+    by_group: the metrics of every group, [members of the group, ...].
+    order_Z: for every member, its position in the concatenated groups.
+  """
+  num_members = len(order_Z)
+  is_ordered = list(order_Z) == list(range(num_members))
+  common = {}
+  for name in by_group[0]:
+    values = [metrics[name] for metrics in by_group if name in metrics]
+    if len(values) < len(by_group):
+      continue
+    if any(value.ndim != 1 for value in values):
+      continue
+    joined_Z = values[0]
+    if len(values) > 1:
+      joined_Z = jnp.concatenate(values)
+    if not is_ordered:
+      joined_Z = joined_Z[jnp.asarray(order_Z)]
+    common[name] = joined_Z
+  return common
 
 
 def metrics_besides(common: Container[str], metrics: Metrics) -> Metrics:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlite.ensemble.member_program import MemberProgram, MemberSetting
+from maxlite.ensemble.members.program import MemberProgram, MemberSetting
 from maxlite.errors import UserError
 
 

@@ -5,7 +5,7 @@ gives every variable a first axis of Z members, the logical axis `ensemble`. The
 runs under `jax.vmap` on the members' states, in which numbers that differ between members (learning
 rates, decays) are arrays. So the step of a group is the step of a solo run with one more axis.
 
-Frozen parameters that are equal in all members have no such axis: a group holds them once.
+Frozen parameters that are equal in all members have no such axis: the members share one copy.
 """
 
 import dataclasses
@@ -19,14 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.linen import meta
+from jax.sharding import Mesh, NamedSharding
 
 from maxlite.ensemble.engines.engine_base import Metrics, tree_bytes
+from maxlite.ensemble.engines.group import Group
 from maxlite.ensemble.engines.group_trees import (
   stack_rows,
   stacked_sharding,
   take_row,
 )
-from maxlite.ensemble.member_program import MemberFunctions, MemberProgram, Seed, variables_of
+from maxlite.ensemble.members.program import MemberFunctions, MemberProgram, Seed, variables_of
 from maxlite.errors import UserError
 from maxlite.optim.labels import Labels, merge, path_of, split
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
@@ -59,7 +61,7 @@ class GroupState(struct.PyTreeNode):
 class MemberModule(nn.Module):
   """The variables of one member, and the gradients of its loss."""
 
-  # As in `MemberFunctions`, without the parameters that the group holds once.
+  # As in `MemberFunctions`, without the shared parameters.
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]
   # (own parameters, shared ones, other collections, batch, random key) -> GradientResult
   gradients: Callable[..., GradientResult]
@@ -91,7 +93,7 @@ def _with_names(leaf: PyTree) -> PyTree:
   return nn.LogicallyPartitioned(leaf, (None,) * jnp.ndim(leaf))
 
 
-class MemberGroup:
+class MemberGroup(Group):
   """The pure functions of several members with equal modules."""
 
   def __init__(self, programs: Sequence[MemberProgram], *, own_batches: bool):
@@ -100,22 +102,24 @@ class MemberGroup:
       own_batches: whether a step takes a batch per member, stacked.
     """
     first = programs[0]
-    self.programs = list(programs)
-    self._seed_Z = np.stack([program.seed_array for program in programs])
     # One optimizer under vmap; otherwise one per member, on its part of the stacked arrays.
-    update_keys = {program.update_key for program in programs}
-    self.has_one_optimizer = len(update_keys) == 1
-    self._stored = first.solo_numbers  # names of the numbers in the optimizer state
-    if self.has_one_optimizer:
-      self._stored |= _names_of_differing_numbers(programs)
-    self.functions = first.build(self._stored)
-    # Shared parameters are frozen.
-    self.labels = _labels_of(programs, self.functions)
-    self._own_batches = own_batches
+    has_one_optimizer = len({program.update_key for program in programs}) == 1
+    stored = first.solo_numbers
+    if has_one_optimizer:
+      stored |= _names_of_differing_numbers(programs)
+    functions = first.build(stored)
+    super().__init__(
+      programs,
+      functions,
+      labels=_labels_of(programs, functions),
+      has_one_optimizer=has_one_optimizer,
+      own_batches=own_batches,
+    )
+    self._stored = stored  # names of the numbers in the optimizer state
+    self._seed_Z = np.stack([program.seed_array for program in programs])
 
   @property
   def axis(self) -> str | None:
-    """The mesh axis over which the members are sharded, if their modules use a mesh."""
     sharder = self.functions.sharder
     if sharder is None or sharder.num_shards("ensemble") == 1:
       return None
@@ -123,12 +127,10 @@ class MemberGroup:
 
   @functools.cached_property
   def abstract_state(self) -> GroupState:
-    """Shapes and dtypes of the state."""
     return jax.eval_shape(self.init)
 
   @property
   def bytes_saved(self) -> float:
-    """The size of the copies of shared parameters that the group does not hold."""
     _, shared = split(self.functions.abstract_state.params, self.labels)
     return tree_bytes(shared) * (len(self.programs) - 1)
 
@@ -139,7 +141,6 @@ class MemberGroup:
     return cast(dict[str, PyTree], variables)
 
   def init(self, params: PyTree = None) -> GroupState:
-    """The state before the first step; `params` replace those that are drawn."""
     drawn = self.functions.init_variables(self._seed_Z[0], params)
     _, shared = split(meta.unbox(drawn["params"]), self.labels)
     variables_Z = meta.unbox(self.boxed_variables(params))
@@ -187,17 +188,15 @@ class MemberGroup:
     return cast(GradientResult, result)
 
   def predict(self, state: GroupState, inputs: PyTree, method: str = "predict") -> PyTree:
-    """The result of the members' function `method`, stacked."""
     function = getattr(self.functions, method)
 
     def predict_one(member: TrainState) -> PyTree:
-      return function(self._with_shared(member, state.shared), inputs)
+      return function(self.with_shared(member, state.shared), inputs)
 
     members = dataclasses.replace(state.members, opt_state=None)
     return jax.vmap(predict_one, spmd_axis_name=self.axis)(members)
 
   def stack(self, states: Sequence[TrainState]) -> GroupState:
-    """The group's state from the states of solo runs."""
     _, shared = split(states[0].params, self.labels)
     own = [self._without_shared(state) for state in states]
     if self.has_one_optimizer:
@@ -211,7 +210,6 @@ class MemberGroup:
     return GroupState(dataclasses.replace(members, opt_state=opt_states), shared)
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
-    """Raise UserError if the members' frozen parameters, of which one copy is held, differ."""
     _, first = split(states[0].params, self.labels)
     for program, state in zip(self.programs, states, strict=True):
       _, shared = split(state.params, self.labels)
@@ -223,16 +221,10 @@ class MemberGroup:
             f"and {program.name}: train them as separate runs, or from one load_parameters_path"
           )
 
-  def held(self, state: GroupState) -> PyTree:
-    """The parameters of which the group holds one copy for all members."""
+  def shared(self, state: GroupState) -> PyTree:
     return state.shared
 
   def take(self, state: GroupState, row: int | jax.Array) -> TrainState:
-    """The state of a solo run, without the parameters in `held`.
-
-    Args:
-      row: the member's number in the group; an `int` if their optimizers are different functions.
-    """
     if self.has_one_optimizer:
       member = take_row(state.members, row)
       opt_state = self._by_phase(self._without_numbers, member.opt_state)
@@ -241,12 +233,12 @@ class MemberGroup:
       opt_state = state.members.opt_state[row]
     return dataclasses.replace(member, opt_state=opt_state)
 
-  def with_held(self, member: TrainState, held: PyTree) -> TrainState:
-    """The state of a solo run, from `take`, with the parameters that all members have."""
-    return self._with_shared(member, held)
+  def with_shared(self, member: TrainState, shared: PyTree) -> TrainState:
+    whole_params = merge(member.params, shared)
+    return dataclasses.replace(member, params=whole_params)
 
   def shardings(self) -> GroupState | None:
-    """The sharding of every leaf: that of a solo run, after the axis of the members."""
+    """As in a solo run, after the axis of the members."""
     solo = self.functions.shardings
     if solo is None:
       return None
@@ -257,6 +249,16 @@ class MemberGroup:
       opt_states = tuple(program.functions.shardings.opt_state for program in self.programs)
       members = dataclasses.replace(members, opt_state=opt_states)
     _, shared = split(solo.params, self.labels)
+    return GroupState(members, shared)
+
+  def shardings_over(self, mesh: Mesh) -> GroupState:
+    stacked = NamedSharding(mesh, jax.P("ensemble"))
+    replicated = NamedSharding(mesh, jax.P())
+    members = jax.tree.map(lambda _: stacked, self.abstract_state.members)
+    if not self.has_one_optimizer:
+      opt_states = jax.tree.map(lambda _: replicated, self.abstract_state.members.opt_state)
+      members = members.replace(opt_state=opt_states)
+    shared = jax.tree.map(lambda _: replicated, self.abstract_state.shared)
     return GroupState(members, shared)
 
   def _lift(
@@ -318,7 +320,7 @@ class MemberGroup:
     """The update of one member, whose state lacks the shared parameters."""
 
     def update(state: TrainState, result: GradientResult) -> tuple[TrainState, Metrics]:
-      whole = self._with_shared(state, shared)
+      whole = self.with_shared(state, shared)
       new_state, metrics = functions.phases[index].update(whole, result)
       return self._without_shared(new_state), metrics
 
@@ -348,10 +350,6 @@ class MemberGroup:
   def _without_shared(self, state: TrainState) -> TrainState:
     own_params, _ = split(state.params, self.labels)
     return dataclasses.replace(state, params=own_params)
-
-  def _with_shared(self, state: TrainState, shared: PyTree) -> TrainState:
-    whole_params = merge(state.params, shared)
-    return dataclasses.replace(state, params=whole_params)
 
   def _by_phase(self, function: Callable[[int, PyTree], PyTree], opt_state: PyTree) -> PyTree:
     """function(index of a phase, its optimizer state) for every phase."""

@@ -7,7 +7,6 @@ So the first step compares every member's loss, gradients and update with those 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
 from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree
@@ -94,13 +93,14 @@ class PaddedEngine(EnsembleEngine):
     gradients = jax.jit(group.gradients)(state[0], batch).gradients
     state, metrics = self._stack.step(state, batch)
     for z, program in enumerate(self.programs):
-      padded = _PaddedResult(
-        loss=metrics.common["loss"][z],
-        gradients=take_row(gradients, z),
-        params=self._stack.take(state, z).params,
-      )
       own_batch = take_row(batch, z) if self.request.own_batches else batch
-      _compare(program, before[z], own_batch, padded)
+      loss, own_gradients, change = _solo_step(program, before[z], own_batch)
+      params = self._stack.take(state, z).params
+      padded_before = jax.tree.map(_pad, before[z].params, params)
+      padded_change = jax.tree.map(jnp.subtract, params, padded_before)
+      _require_equal("loss", program.name, metrics.common["loss"][z], loss)
+      _require_equal("gradient", program.name, take_row(gradients, z), own_gradients)
+      _require_equal("update", program.name, padded_change, change)
     self._is_compared = True
     return state, metrics
 
@@ -137,49 +137,20 @@ def _cut(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
   return leaf[own_part]
 
 
-class _PaddedResult(NamedTuple):
-  """The result of a padded member's step; trees of arrays with the largest member's shapes."""
-
-  loss: jax.Array
-  gradients: PyTree
-  params: PyTree  # after the step
-
-
-class _SoloResult(NamedTuple):
-  """The result of the same step of the member's solo run."""
-
-  loss: jax.Array
-  gradients: PyTree
-  change: PyTree  # parameters after the step minus those before it
-
-
-def _compare(
-  program: MemberProgram,
-  before: TrainState,
-  batch: PyTree,
-  padded: _PaddedResult,
-) -> None:
-  """Raise UserError if a padded member differs from its solo run in the first step.
-
-  Args:
-    before: the state before the step, without padding.
-    batch: the member's batch.
-    padded: the result of the step with padding.
-  """
+def _solo_step(
+  program: MemberProgram, state: TrainState, batch: PyTree
+) -> tuple[jax.Array, PyTree, PyTree]:
+  """(loss, gradients, change of the parameters) in a step of the member's solo run."""
   (parts,) = program.functions.phases
 
-  def solo_step(state: TrainState) -> _SoloResult:
+  @jax.jit
+  def step(state: TrainState) -> tuple[jax.Array, PyTree, PyTree]:
     result = parts.gradients(state.params, state.collections, batch, step_key(state))
     new_state, _ = parts.update(state, result)
     change = jax.tree.map(jnp.subtract, new_state.params, state.params)
-    return _SoloResult(result.loss, result.gradients, change)
+    return result.loss, result.gradients, change
 
-  solo = jax.jit(solo_step)(before)
-  padded_before = jax.tree.map(_pad, before.params, padded.params)
-  change = jax.tree.map(jnp.subtract, padded.params, padded_before)
-  _require_equal("loss", program.name, padded.loss, solo.loss)
-  _require_equal("gradient", program.name, padded.gradients, solo.gradients)
-  _require_equal("update", program.name, change, solo.change)
+  return step(state)
 
 
 def _require_equal(what: str, name: str, padded: PyTree, solo: PyTree) -> None:

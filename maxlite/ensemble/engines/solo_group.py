@@ -2,28 +2,35 @@
 
 from collections.abc import Sequence
 
+import jax
+from jax.sharding import Mesh, NamedSharding
+
 from maxlite.ensemble.engines.engine_base import Metrics
+from maxlite.ensemble.engines.group import Group
 from maxlite.ensemble.engines.group_trees import stack_rows, take_row
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 
 
-class SoloGroup:
-  """The functions of a `MemberGroup`, here those of the member's solo run, without `vmap`.
-
-  Metrics and predictions have a first axis of one.
-  """
+class SoloGroup(Group):
+  """The functions of the member's solo run, without `vmap`; nothing is shared."""
 
   axis = None
-  labels = None  # nothing is shared
   bytes_saved = 0.0
 
   def __init__(self, program: MemberProgram, *, own_batches: bool):
-    self.programs = [program]
-    self.functions = program.functions
-    self.abstract_state = program.functions.abstract_state
-    self._own_batches = own_batches
+    super().__init__(
+      [program],
+      program.functions,
+      labels=None,
+      has_one_optimizer=True,
+      own_batches=own_batches,
+    )
+
+  @property
+  def abstract_state(self) -> TrainState:
+    return self.functions.abstract_state
 
   def init(self, params: PyTree = None) -> TrainState:
     return self.functions.init(self.programs[0].seed_array, params)
@@ -36,26 +43,28 @@ class SoloGroup:
 
   def predict(self, state: TrainState, inputs: PyTree, method: str = "predict") -> PyTree:
     function = getattr(self.functions, method)
-    result = function(state, inputs)
-    return stack_rows([result])
+    return stack_rows([function(state, inputs)])
 
   def stack(self, states: Sequence[TrainState]) -> TrainState:
     return states[0]
 
-  def held(self, state: TrainState) -> PyTree:
-    del state
-    return {}
-
-  def take(self, state: TrainState, row: int) -> TrainState:
+  def take(self, state: TrainState, row: int | jax.Array) -> TrainState:
     del row
     return state
 
-  def with_held(self, member: TrainState, held: PyTree) -> TrainState:
-    del held
+  def shared(self, state: TrainState) -> PyTree:
+    del state
+    return {}
+
+  def with_shared(self, member: TrainState, shared: PyTree) -> TrainState:
+    del shared
     return member
 
   def check_shared(self, states: Sequence[TrainState]) -> None:
     """There is nothing to share."""
 
-  def shardings(self) -> TrainState | None:
+  def shardings(self) -> PyTree:
     return self.functions.shardings
+
+  def shardings_over(self, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, jax.P())

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from maxlite.ensemble.engines.group import Group
 from maxlite.ensemble.engines.group_trees import stacked_sharding
-from maxlite.ensemble.engines.member_group import GroupState, MemberGroup
-from maxlite.ensemble.engines.solo_group import SoloGroup
+from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.sharding.pytree import PyTree
-
-Group = MemberGroup | SoloGroup
 
 
 class StackPlacement:
@@ -78,7 +76,7 @@ class StackPlacement:
   def state(self, group: Group) -> PyTree:
     """The sharding of the group's state, or of trees in it; None lets the compiler choose."""
     if self._mesh is not None:
-      return _sharded_over_members(group, self._mesh)
+      return group.shardings_over(self._mesh)
     sharder = group.functions.sharder
     if sharder is not None and group.functions.shardings is None:
       # A step returns its state with this placement. If the first state had another one, the
@@ -90,7 +88,7 @@ class StackPlacement:
     """The sharding of the group's state with all members on every device; None: `state` is it."""
     if self._mesh is not None:
       return NamedSharding(self._mesh, jax.P())
-    if not isinstance(group, MemberGroup) or group.axis is None:
+    if group.axis is None:
       return None
 
     def without_axis(sharding: NamedSharding) -> NamedSharding:
@@ -119,18 +117,3 @@ class StackPlacement:
       return jax.lax.with_sharding_constraint(leaf, sharding)
 
     return jax.tree.map(replicate, tree)
-
-
-def _sharded_over_members(group: Group, mesh: Mesh) -> PyTree:
-  """The sharding of a state over the axis `ensemble`; what is not stacked is on all devices."""
-  replicated = NamedSharding(mesh, jax.P())
-  if not isinstance(group, MemberGroup):
-    return replicated
-  stacked = NamedSharding(mesh, jax.P("ensemble"))
-  abstract = group.abstract_state
-  members = jax.tree.map(lambda _: stacked, abstract.members)
-  if not group.has_one_optimizer:
-    opt_states = jax.tree.map(lambda _: replicated, abstract.members.opt_state)
-    members = members.replace(opt_state=opt_states)
-  shared = jax.tree.map(lambda _: replicated, abstract.shared)
-  return GroupState(members, shared)

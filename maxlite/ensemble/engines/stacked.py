@@ -18,13 +18,14 @@ from maxlite.ensemble.engines.engine_base import (
   Metrics,
   StackMetrics,
   StepCost,
-  stack_common,
   total_cost,
   tree_bytes,
 )
+from maxlite.ensemble.engines.group import Group
 from maxlite.ensemble.engines.group_trees import (
   copy_tree,
   metrics_besides,
+  stack_common,
   take_row,
   with_shardings,
 )
@@ -32,12 +33,12 @@ from maxlite.ensemble.engines.grouping import places_of
 from maxlite.ensemble.engines.member_group import MemberGroup
 from maxlite.ensemble.engines.solo_group import SoloGroup
 from maxlite.ensemble.engines.stack_placement import StackPlacement
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.optim.labels import split
-from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.compile import compile_in_parallel
 from maxlite.step.train_state import TrainState
 
 
@@ -68,18 +69,17 @@ class StackedEngine(EnsembleEngine):
     self.shardings = [self._placement.state(group) for group in self.groups]
     batch_sharding = self._placement.batch(request.own_batches)
     results = self._placement.replicated if request.spans_processes else None
-    self._jitted_step = jax.jit(
+    self.jitted_step = jax.jit(
       self._step,
       in_shardings=(self.shardings, batch_sharding),
       out_shardings=(self.shardings, results),
       donate_argnums=0,
     )
-    self.step = self._jitted_step
     self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
     self._gathered_shardings = [self._placement.gathered(group) for group in self.groups]
     self._take = [self._jit_take(group) for group in self.groups]
 
-  def _build_group(self, group: list[int]) -> MemberGroup | SoloGroup:
+  def _build_group(self, group: list[int]) -> Group:
     programs = [self.programs[z] for z in group]
     if len(programs) == 1:
       return SoloGroup(programs[0], own_batches=self.request.own_batches)
@@ -105,8 +105,11 @@ class StackedEngine(EnsembleEngine):
     compiled = compile_in_parallel(lower_each())
     return [program(own) for program, own in zip(compiled, params, strict=True)]
 
+  def step(self, state: list[PyTree], batch: PyTree) -> tuple[list[PyTree], StackMetrics]:
+    return self.jitted_step(state, batch)
+
   def pack(self, states: Sequence[TrainState]) -> list[PyTree]:
-    """Raise UserError if members of one group differ in parameters that are held once."""
+    """Raise UserError if members of one group differ in shared parameters."""
     if not self.request.spread and not self.request.spans_processes:
       states = jax.device_get(list(states))  # they may be on other devices
     by_group = []
@@ -124,18 +127,18 @@ class StackedEngine(EnsembleEngine):
   def take(self, state: list[PyTree], z: int) -> TrainState:
     """The solo state of member z: copies, since the next step donates the state."""
     number = self._places[z].group
-    held = self.groups[number].held(state[number])
-    return self._take_with_held(state, z, copy_tree(held))
+    shared = self.groups[number].shared(state[number])
+    return self._take_with_shared(state, z, copy_tree(shared))
 
   def unpack(self, state: list[PyTree]) -> list[TrainState]:
-    """The solo states of all members, which share one copy of what their group holds once.
+    """The solo states of all members, which have one copy of what their group shares.
 
     A stack over devices is gathered once for all of them.
     """
-    held = []
+    shared = []
     gathered = []
     for group, own, sharding in zip(self.groups, state, self._gathered_shardings, strict=True):
-      held.append(copy_tree(group.held(own)))
+      shared.append(copy_tree(group.shared(own)))
       if sharding is None:
         gathered.append(own)
       else:
@@ -143,21 +146,20 @@ class StackedEngine(EnsembleEngine):
         gathered.append(gather(own))
     states = []
     for z, place in enumerate(self._places):
-      states.append(self._take_with_held(gathered, z, held[place.group]))
+      states.append(self._take_with_shared(gathered, z, shared[place.group]))
     return states
 
-  def _take_with_held(self, state: list[PyTree], z: int, held: PyTree) -> TrainState:
-    """The solo state of member z, with a copy of what its group holds once."""
+  def _take_with_shared(self, state: list[PyTree], z: int, shared: PyTree) -> TrainState:
+    """The solo state of member z, with a copy of what its group shares."""
     number, row = self._places[z]
     take_row_of_group = self._take[number]
     own = take_row_of_group(state[number], row)
-    return self.groups[number].with_held(own, held)
+    return self.groups[number].with_shared(own, shared)
 
-  def _jit_take(self, group: MemberGroup | SoloGroup) -> Callable[[PyTree, int], TrainState]:
+  def _jit_take(self, group: Group) -> Callable[[PyTree, int], TrainState]:
     """The solo state of a row; one program for all rows where they have one optimizer."""
-    if isinstance(group, MemberGroup) and group.has_one_optimizer:
-      static: tuple[int, ...] = ()
-    else:
+    static: tuple[int, ...] = ()
+    if not group.has_one_optimizer:
       static = (1,)  # the row
     shardings = group.programs[0].shardings
     if shardings is not None:
@@ -291,4 +293,4 @@ class StackedEngine(EnsembleEngine):
     states = []
     for group, sharding in zip(self.groups, self.shardings, strict=True):
       states.append(with_shardings(group.abstract_state, sharding))
-    self._jitted_step.eval_shape(states, batch)
+    self.jitted_step.eval_shape(states, batch)

@@ -19,9 +19,10 @@ from maxlite.ensemble.engines.engine_base import (
   require_one_process,
 )
 from maxlite.ensemble.engines.group_trees import join_metrics, take_row
+from maxlite.ensemble.members.assignment import assign_lpt
 from maxlite.kernels.xla_cpu import jit_init
-from maxlite.phases.phase_programs import compile_in_parallel
 from maxlite.sharding.pytree import PyTree
+from maxlite.step.compile import compile_in_parallel
 
 Method = Callable[[PyTree, PyTree], PyTree]  # (state, inputs) -> result
 
@@ -174,20 +175,3 @@ def split_devices(
     end = start + size
     parts.append(devices[start:end])
   return parts
-
-
-def assign_lpt(costs: Sequence[float], num_parts: int) -> list[int]:
-  """The part of each member by the longest-processing-time rule.
-
-  Members are taken by decreasing cost, each to the part with the least cost so far.
-
-  Source: Graham, Bounds on multiprocessing timing anomalies (1969).
-  """
-  cost_of_part = [0.0] * num_parts
-  part_of = [0] * len(costs)
-  by_decreasing_cost = sorted(range(len(costs)), key=lambda z: -costs[z])
-  for z in by_decreasing_cost:
-    cheapest = cost_of_part.index(min(cost_of_part))
-    part_of[z] = cheapest
-    cost_of_part[cheapest] += costs[z]
-  return part_of

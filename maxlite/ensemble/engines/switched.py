@@ -22,7 +22,7 @@ from maxlite.ensemble.engines.engine_base import (
   tree_bytes,
 )
 from maxlite.ensemble.engines.group_trees import join_metrics, stack_rows, take_row
-from maxlite.ensemble.member_program import MemberProgram
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.sharding.pytree import PyTree
@@ -57,16 +57,27 @@ class SwitchEngine(EnsembleEngine):
     sharded = NamedSharding(self._mesh, jax.P("ensemble"))
     replicated = NamedSharding(self._mesh, jax.P())
     batch_sharding = sharded if request.own_batches else replicated
-    self.step = jax.jit(
+    self.jitted_step = jax.jit(
       self._step,
       in_shardings=(sharded, batch_sharding),
       out_shardings=(sharded, replicated),
       donate_argnums=0,
     )
-    self.init = jit_init(self._init, out_shardings=sharded)
-    self.predict = jax.jit(self._predict, static_argnames="method", out_shardings=replicated)
+    self._jitted_init = jit_init(self._init, out_shardings=sharded)
+    self._jitted_predict = jax.jit(
+      self._predict, static_argnames="method", out_shardings=replicated
+    )
     self._pack = jax.jit(self._states.flatten_all, out_shardings=sharded)
     self._unpack = jax.jit(self._states.unflatten_all, out_shardings=replicated)
+
+  def init(self) -> Vectors:
+    return self._jitted_init()
+
+  def step(self, state: Vectors, batch: PyTree) -> tuple[Vectors, StackMetrics]:
+    return self.jitted_step(state, batch)
+
+  def predict(self, state: Vectors, inputs: PyTree, method: str = "predict") -> list[PyTree]:
+    return self._jitted_predict(state, inputs, method=method)
 
   def pack(self, states: Sequence[PyTree]) -> Vectors:
     on_host = jax.device_get(list(states))  # the states may be on other devices
@@ -120,7 +131,7 @@ class SwitchEngine(EnsembleEngine):
     )
     return vectors, join_metrics(layout.unflatten_all(metrics))
 
-  def _predict(self, vectors: Vectors, inputs: PyTree, method: str = "predict") -> list[PyTree]:
+  def _predict(self, vectors: Vectors, inputs: PyTree, method: str) -> list[PyTree]:
     layout = _VectorLayout(self.result_shapes(method, inputs))
     functions = self._on_vectors(method, layout.flatten)
     results = self._on_devices(functions, vectors, inputs, own_inputs=False)

@@ -17,7 +17,7 @@ from maxlite.checkpoint.parameters import StoredParameters, write_parameters
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import CheckpointConfig
 from maxlite.data.batch import Batch
-from maxlite.ensemble.member_program import MemberFunctions
+from maxlite.ensemble.members.program import MemberFunctions
 from maxlite.ensemble.report.ensemble_metrics import score_combinations
 from maxlite.metrics.waits import print_to_stderr
 from maxlite.sharding.pytree import PyTree

@@ -8,11 +8,11 @@ import numpy as np
 from rich.console import Console
 
 from maxlite.data.batch import Batch
-from maxlite.ensemble.member_program import MemberFunctions
+from maxlite.ensemble.members.program import MemberFunctions
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.report.ensemble_metrics import score_combinations
 from maxlite.ensemble.report.soups import score_soups
 from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.metrics.waits import report_wait
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.json_values import JsonObject

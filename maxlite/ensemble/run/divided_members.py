@@ -6,8 +6,8 @@ import jax
 
 from maxlite.config import Config
 from maxlite.distributed.initialize import SeparateProcesses
-from maxlite.ensemble.engines.submesh import assign_lpt
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.members.assignment import assign_lpt
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.errors import UserError
 from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 from maxlite.runs.saved_run import run_folder

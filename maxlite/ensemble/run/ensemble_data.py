@@ -11,7 +11,7 @@ from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.distributed.initialize import process_0_first
 from maxlite.sharding import Sharder, build_mesh
-from maxlite.training.trainer import mesh_degrees
+from maxlite.training.program import mesh_degrees
 
 
 class EnsembleData:

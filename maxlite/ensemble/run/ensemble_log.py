@@ -11,7 +11,7 @@ from rich.console import Console
 from maxlite.config import Config
 from maxlite.config.phases import phases_of
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import JsonConsole, Writers
 from maxlite.phases.phase_plan import losses_by_phase

@@ -28,18 +28,18 @@ from maxlite.distributed.initialize import (
 from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.distributed.signals import stop_on_signals
 from maxlite.ensemble.engines.engine_base import EngineRequest, Placement, own_placement
-from maxlite.ensemble.from_config import ConfigPrograms
-from maxlite.ensemble.member_program import MemberFunctions, MemberProgram
-from maxlite.ensemble.planner import choose
+from maxlite.ensemble.engines.planner import choose
+from maxlite.ensemble.members.common_step import common_step, group_by_segment, read_segment
+from maxlite.ensemble.members.program import MemberFunctions, MemberProgram
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.report.leaderboard import LEADERBOARD
 from maxlite.ensemble.run.combination_scores import score_members
-from maxlite.ensemble.run.common_step import common_step, group_by_segment, read_segment
 from maxlite.ensemble.run.divided_members import check_division, members_of_process
 from maxlite.ensemble.run.ensemble_data import EnsembleData
 from maxlite.ensemble.run.ensemble_trainer import EnsembleTrainer, train_members
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.run.from_config import ConfigPrograms
+from maxlite.ensemble.run.member_workers import MemberWorkers
 from maxlite.ensemble.selection.asha import JOURNAL, AsynchronousHalving, rungs, survivors
-from maxlite.ensemble.workers.member_workers import MemberWorkers
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.kernels.xla_cpu import add_threads_for_collectives, enable_compilation_cache
 from maxlite.metrics.waits import report_wait

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -13,11 +13,11 @@ from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.data.loader import DataLoader, TrainStream
 from maxlite.ensemble.engines.engine_base import EnsembleEngine, StackMetrics
+from maxlite.ensemble.engines.planner import Plan
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.planner import Plan
-from maxlite.ensemble.run.common_step import Segment
+from maxlite.ensemble.members.common_step import Segment
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.ensemble_log import EnsembleLog
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import Population
 from maxlite.errors import UserError
 from maxlite.evaluation.held_out import held_out_row
@@ -29,7 +29,7 @@ from maxlite.storage.json_values import JsonObject
 from maxlite.training.loop import LoopContext, TrainResult, train
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class EnsembleTrainer:
   """Members at the same step and their engine, as the loop's trainer and its checkpoints."""
 
@@ -39,16 +39,16 @@ class EnsembleTrainer:
   runs: list[MemberRun]
   loaders: list[DataLoader]  # by member, its data; batches have the rows of this process
   whole_batches: DataLoader  # the data of the first member; batches have all rows
+  state: PyTree = None  # the state of the engine, between `pack` and `unpack`
 
-  @property
-  def train_step(self) -> Callable[[PyTree, PyTree], tuple[PyTree, StackMetrics]]:
-    return self.engine.step
-
-  def next_batch(self, stream: "MemberStreams", _state: PyTree) -> Batch:
+  def next_batch(self, stream: "MemberStreams") -> Batch:
+    """The batch of the next step, of all members."""
     return self.engine.place(next(stream), own_batches=self.engine.request.own_batches)
 
-  def confirm(self, state: PyTree) -> PyTree:
-    return state
+  def step(self, batch: Batch) -> StackMetrics:
+    """Take a step of all members."""
+    self.state, metrics = self.engine.step(self.state, batch)
+    return metrics
 
   def open_streams(self) -> "MemberStreams":
     """The members' batches, from their current step on."""
@@ -153,6 +153,7 @@ def train_members(trainer: EnsembleTrainer, last_step: int, console: Console) ->
     with timer.report_waits(console.print, KINDS | {"compile": compiling}):
       result = _train_segments(context, trainer, streams, last_step, population)
     trainer.unpack(result.state)
+    trainer.state = None  # the members have theirs
     data_states = context.log.with_totals(streams.state())
     for run, data_state in zip(runs, data_states, strict=True):
       run.step = result.step
@@ -168,17 +169,16 @@ def _train_segments(
   population: Population | None,
 ) -> TrainResult:
   """Train up to `last_step`, from one exchange of the population to the next."""
-  state = trainer.pack()
+  trainer.state = trainer.pack()
   step = trainer.runs[0].step
   while True:
     end = last_step
     if population is not None:
-      state = population.exchange(state, step)
+      trainer.state = population.exchange(trainer.state, step)
       end = min(end, population.next_step(step))
-    result = train(context, state, streams, step + 1, end)
+    result = train(context, streams, step + 1, end)
     if result.reason or end == last_step:
       return result
-    state = result.state
     step = end
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.report.leaderboard import (
   LEADERBOARD,
   LeaderboardEntry,
@@ -17,7 +18,6 @@ from maxlite.ensemble.report.leaderboard import (
   median_tokens_per_second,
   write_members,
 )
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.population import LINEAGE, LINEAGE_ROWS, ancestors
 from maxlite.metrics.plots.calibration import Calibration, draw_calibration
 from maxlite.metrics.plots.ensemble_curves import draw_learning_curves

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.errors import UserError
 from maxlite.metrics.writers import JsonlWriter, RowFormat, is_number, read_rows
 from maxlite.storage.json_values import JsonObject

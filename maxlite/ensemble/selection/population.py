@@ -21,7 +21,7 @@ from maxlite.distributed.object_collectives import all_gather_object
 from maxlite.ensemble.engines.group_trees import take_row
 from maxlite.ensemble.engines.member_group import GroupState
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.run.member_run import MemberRun
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.errors import UserError
 from maxlite.metrics.step_row import LoggedRow
 from maxlite.metrics.writers import JsonlWriter, RowFormat, Writers, is_number

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import jax
 
-from maxlite.ensemble.engines.submesh import assign_lpt
+from maxlite.ensemble.members.assignment import assign_lpt
 from maxlite.ensemble.workers.worker_process import WorkerCommand, available_cores, describe_exit
 from maxlite.errors import UserError
 from maxlite.registry import ENSEMBLE_EXECUTORS

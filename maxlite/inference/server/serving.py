@@ -36,7 +36,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
         f"serving needs {error.name}: pip install 'maxlite[serve]', or starlette and uvicorn"
       ) from None
     tokenizer = open_text_tokenizer(cfg)
-    trainer, params = open_trained(cfg)
+    program, params = open_trained(cfg)
     chat = open_chat(cfg.data, tokenizer, datetime.date.today)
     stop_token_ids = tokenizer.stop_token_ids
     chat_prompt = None
@@ -44,7 +44,8 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
       stop_token_ids = chat.stop_token_ids
       chat_prompt = chat.prompt
     engine = build_engine(
-      trainer,
+      cfg,
+      program.sharder,
       params,
       stop_token_ids,
       min_prompt_length=_MIN_PROMPT_LENGTH,

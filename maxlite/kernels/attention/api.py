@@ -1,6 +1,6 @@
 """Causal grouped-query attention within the documents of packed rows.
 
-All `ATTENTION_BACKENDS` implement one contract:
+All `ATTENTION_BACKENDS` (backend.py) implement one contract:
 - Query t is row `q_start + t` of the sequence that the keys span. It attends keys up to and
   including its own row that have its segment number. With a `window`, it attends only its own row
   and the window - 1 rows before it.
@@ -14,34 +14,21 @@ All `ATTENTION_BACKENDS` implement one contract:
   rematerialization policies.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from maxlite import registry
+from maxlite.kernels.attention.backend import AttentionBackend, AttentionFeatures
 from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
-from maxlite.kernels.hardware import AMPERE, HOPPER, Hardware
-from maxlite.kernels.tokamax_library import find_attention
+from maxlite.kernels.hardware import Hardware
 from maxlite.registry import ATTENTION_BACKENDS
 
-AUTO = {"tpu": "splash", "other": "chunked"}  # by platform; for GPUs see _gpu_backend
-# Backends that need jax.shard_map(check_vma=False); see their modules.
-WITHOUT_VMA = frozenset({"splash", "cudnn", "tokamax"})
-ROW_MULTIPLES = {"splash": 128}  # the queries of a part of the rows are multiples of it
-
-_TOKAMAX_CAPABILITIES = (HOPPER, 11.0)  # from, and below
-_CUDNN_CHANNELS = 128  # at most, in its backward pass
-
-
-class AttentionFeatures(NamedTuple):
-  """What a model uses of the contract."""
-
-  dtype: str = "float32"
-  num_channels: int = 128  # of keys or of values, whichever have more
-  has_soft_cap: bool = False
-  has_sinks: bool = False
-  merges_keys: bool = False  # results over parts of the keys are merged (ring attention)
+# By platform, the backends among which "auto" chooses the first that supports the call.
+AUTO = {
+  "tpu": ("splash", "chunked"),
+  "gpu": ("tokamax", "cudnn", "chunked"),
+  "other": ("chunked",),
+}
 
 
 def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) -> str:
@@ -50,24 +37,13 @@ def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) 
   Raises:
     UserError: there is no such backend.
   """
-  if name == "auto" and hardware.platform == "gpu":
-    return _gpu_backend(hardware, features)
-  return registry.resolve_backend("attention", ATTENTION_BACKENDS, AUTO, name, hardware.platform)
 
+  def supports(backend: AttentionBackend) -> bool:
+    return backend.supports(hardware, features)
 
-def _gpu_backend(hardware: Hardware, features: AttentionFeatures) -> str:
-  """The first of tokamax, cuDNN and `chunked` that supports the GPU and the features."""
-  is_narrow = jnp.dtype(features.dtype).itemsize == 2
-  if not is_narrow or features.has_sinks or features.merges_keys:
-    return "chunked"
-  lowest, end = _TOKAMAX_CAPABILITIES
-  if lowest <= hardware.compute_capability < end and find_attention() is not None:
-    return "tokamax"
-  # JAX asks an attached GPU for the version of cuDNN.
-  has_cudnn = hardware.is_attached and hardware.compute_capability >= AMPERE
-  if has_cudnn and not features.has_soft_cap and features.num_channels <= _CUDNN_CHANNELS:
-    return "cudnn"
-  return "chunked"
+  return registry.resolve_backend(
+    "attention", ATTENTION_BACKENDS, AUTO, name, hardware.platform, supports
+  )
 
 
 def attention(
@@ -110,7 +86,7 @@ def attention(
   assert v_BSGC.shape[:3] == k_BSGC.shape[:3], f"{v_BSGC.shape} for {k_BSGC.shape}"
   assert jnp.ndim(q_start) == 0, f"q_start has shape {jnp.shape(q_start)}"
   assert sink_H is None or sink_H.shape == (num_query_heads,), f"{sink_H.shape} {num_query_heads=}"
-  return ATTENTION_BACKENDS[backend](
+  return ATTENTION_BACKENDS[backend].run(
     q_BTHC,
     k_BSGC,
     v_BSGC,

@@ -1,24 +1,28 @@
 """One matrix per group of rows: `y[m] = x[m] @ w[group of m]`.
 
-All `GROUPED_MATMUL_BACKENDS` implement one contract. Group g has the `group_sizes_G[g]` rows that
-follow those of group g - 1. Rows past the last group may contain anything, including NaN, in `x_MD`
-and in the cotangent; they are zero in the result and in the gradient. Sums are accumulated in
-float32 (in float64 if the operands are float64).
+All `GROUPED_MATMUL_BACKENDS` (backend.py) implement one contract. Group g has the
+`group_sizes_G[g]` rows that follow those of group g - 1. Rows past the last group may contain
+anything, including NaN, in `x_MD` and in the cotangent; they are zero in the result and in the
+gradient. Sums are accumulated in float32 (in float64 if the operands are float64).
 """
 
 import jax
 import jax.numpy as jnp
 
 from maxlite import registry
+from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
-from maxlite.kernels.hardware import BLACKWELL, HOPPER, Hardware
+from maxlite.kernels.hardware import Hardware
 from maxlite.kernels.quantized import quantized_grouped_matmul
 from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
-# By platform; for GPUs see resolve_backend.
-AUTO = {"cpu": "tiled", "tpu": "megablox", "other": "ragged_dot"}
-# Backends whose results do not carry varying mesh axes, so that shard_map needs check_vma=False.
-WITHOUT_VMA = frozenset({"megablox", "mosaic_gpu"})
+# By platform, the backends among which "auto" chooses the first that supports the call.
+AUTO = {
+  "cpu": ("tiled",),
+  "tpu": ("megablox",),
+  "gpu": ("mosaic_gpu", "ragged_dot"),
+  "other": ("ragged_dot",),
+}
 
 
 def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
@@ -27,13 +31,12 @@ def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
   Raises:
     UserError: there is no such backend.
   """
-  if name == "auto" and hardware.platform == "gpu":
-    is_hopper = HOPPER <= hardware.compute_capability < BLACKWELL
-    is_narrow = jnp.dtype(dtype).itemsize == 2
-    if is_hopper and is_narrow:
-      return "mosaic_gpu"
+
+  def supports(backend: GroupedMatmulBackend) -> bool:
+    return backend.supports(hardware, dtype)
+
   return registry.resolve_backend(
-    "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, hardware.platform
+    "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, hardware.platform, supports
   )
 
 
@@ -59,4 +62,4 @@ def grouped_matmul(
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   if quantization and x_MD.size:
     return quantized_grouped_matmul(x_MD, w_GDF, group_sizes_G, tiles, quantization, backend)
-  return GROUPED_MATMUL_BACKENDS[backend](x_MD, w_GDF, group_sizes_G, tiles)
+  return GROUPED_MATMUL_BACKENDS[backend].run(x_MD, w_GDF, group_sizes_G, tiles)

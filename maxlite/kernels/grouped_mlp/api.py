@@ -1,5 +1,8 @@
 """One feed-forward network per group of rows, on every backend of `grouped_matmul`.
 
+A backend in `GROUPED_MLP_BACKENDS` has a network of its own for plain calls; otherwise the network
+is composed of the products of the backend.
+
 The contract is that of kernels/grouped_matmul/api.py: group g has the `group_sizes_G[g]` rows that
 follow those of group g - 1, except that rows past the last group are undefined: they may contain
 anything, including NaN, in `x_MD`, in `weight_M`, in the cotangent, in the result and in the
@@ -16,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
-from maxlite.kernels.grouped_mlp import composed, tiled
+from maxlite.kernels.grouped_mlp import composed
 from maxlite.kernels.grouped_mlp.biases import Adapters, Biases
+from maxlite.registry import GROUPED_MLP_BACKENDS
 
 
 def grouped_mlp(
@@ -34,7 +38,6 @@ def grouped_mlp(
   wi_tiles: Tiles = DEFAULT_TILES,
   wo_tiles: Tiles = DEFAULT_TILES,
   quantization: str = "",  # as in grouped_matmul
-  interpret: bool = False,  # run Megablox without a TPU, for tests
 ) -> jax.Array:
   """y_M = weight (activation(x wi[0] + bi[0], ...) wo + bo), in x's shape and type.
 
@@ -45,40 +48,34 @@ def grouped_mlp(
   """
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   _check_shapes(x_M, weight_M, wi_GDF, wo_GFD)
-  is_plain = len(x_M) > 0 and adapters is None and not quantization
-  if backend == "megablox" and is_plain:
-    from maxlite.kernels.grouped_mlp import megablox_mlp  # slow to import, and for TPUs only
-
-    return megablox_mlp.grouped_mlp(
-      x_M,
-      weight_M,
-      wi_GDF,
-      wo_GFD,
-      biases,
-      group_sizes_G,
-      activation=activation,
-      wi_tiles=wi_tiles,
-      wo_tiles=wo_tiles,
-      interpret=interpret,
-    )
-  x_MD = x_M.reshape(len(x_M), wo_GFD.shape[2])
-  if backend == "tiled" and is_plain and biases is None:
-    y_MD = tiled.grouped_mlp(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
-  else:
-    y_MD = composed.grouped_mlp(
-      x_MD,
-      weight_M,
-      wi_GDF,
-      wo_GFD,
-      biases,
-      adapters,
-      group_sizes_G,
-      activation=activation,
-      backend=backend,
-      wi_tiles=wi_tiles,
-      wo_tiles=wo_tiles,
-      quantization=quantization,
-    )
+  if len(x_M) > 0 and adapters is None and not quantization and backend in GROUPED_MLP_BACKENDS:
+    network = GROUPED_MLP_BACKENDS[backend]
+    if biases is None or network.has_biases:
+      return network.run(
+        x_M,
+        weight_M,
+        wi_GDF,
+        wo_GFD,
+        biases,
+        group_sizes_G,
+        activation=activation,
+        wi_tiles=wi_tiles,
+        wo_tiles=wo_tiles,
+      )
+  y_MD = composed.grouped_mlp(
+    x_M.reshape(len(x_M), wo_GFD.shape[2]),
+    weight_M,
+    wi_GDF,
+    wo_GFD,
+    biases,
+    adapters,
+    group_sizes_G,
+    activation=activation,
+    backend=backend,
+    wi_tiles=wi_tiles,
+    wo_tiles=wo_tiles,
+    quantization=quantization,
+  )
   return y_MD.reshape(x_M.shape)
 
 

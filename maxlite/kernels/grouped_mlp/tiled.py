@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul.tiled import RowTile, for_tiles
+from maxlite.kernels.grouped_mlp.backend import GroupedMlpBackend
 from maxlite.kernels.grouped_mlp.composed import Activation, weighted
 from maxlite.kernels.numerics import accumulator_dtype, dot, sum_arrays
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
@@ -40,8 +41,26 @@ class _MlpGradients(NamedTuple):
   dwo_GFD: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def grouped_mlp(
+  x_M: jax.Array,
+  weight_M: jax.Array,
+  wi_GDF: _Arrays,
+  wo_GFD: jax.Array,
+  biases: None,
+  group_sizes_G: jax.Array,
+  *,
+  activation: Activation,
+  wi_tiles: object,
+  wo_tiles: object,
+) -> jax.Array:
+  """y_M, of x_M's shape and type, without biases."""
+  del biases, wi_tiles, wo_tiles  # this backend's tiles are fixed
+  x_MD = x_M.reshape(len(x_M), wo_GFD.shape[2])
+  return _apply(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation).reshape(x_M.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _apply(
   x_MD: jax.Array,
   weight_M: jax.Array,
   wi_GDF: _Arrays,
@@ -49,7 +68,7 @@ def grouped_mlp(
   group_sizes_G: jax.Array,
   activation: Activation,
 ) -> jax.Array:
-  """y_MD in x's type, without biases."""
+  """y_MD in x's type."""
   y_MD, _ = _forward(x_MD, weight_M, wi_GDF, wo_GFD, group_sizes_G, activation)
   return y_MD
 
@@ -81,7 +100,7 @@ def _backward(
   return gradients.dx_MD, gradients.dweight_M, tuple(dwi_GDF), dwo_GFD, None
 
 
-grouped_mlp.defvjp(_forward, _backward)
+_apply.defvjp(_forward, _backward)
 
 
 def _up(x_MD: jax.Array, wi_GDF: _Arrays, group_sizes_G: jax.Array) -> _Arrays:
@@ -196,3 +215,6 @@ def _add_tile_gradients(
 def _pack_as(dtype: jnp.dtype, matrices: _Arrays) -> _Arrays:
   """The matrices, converted to `dtype` and packed."""
   return tuple(pack(w.astype(dtype)) for w in matrices)
+
+
+BACKEND = GroupedMlpBackend(grouped_mlp, has_biases=False)

@@ -9,12 +9,13 @@ from flax import linen as nn
 from flax import struct
 
 from maxlite.config.schema import ModelConfig, MoeConfig
-from maxlite.kernels.grouped_matmul.api import WITHOUT_VMA, Tiles, resolve_backend
+from maxlite.kernels.grouped_matmul.api import Tiles, resolve_backend
 from maxlite.kernels.grouped_matmul.tiles import Tile
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
 from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.layers.mlp import build_activation
 from maxlite.layers.partitioned import Init, partitioned
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 from maxlite.sharding import Sharder
 
 # Logical axes of the parameters: of the input and output projections, and of their biases.
@@ -76,7 +77,7 @@ class ExpertMlp(NamedTuple):
   @property
   def supports_vma(self) -> bool:
     """Whether the kernels work in `shard_map` with check_vma=True."""
-    return self.backend not in WITHOUT_VMA
+    return GROUPED_MATMUL_BACKENDS[self.backend].supports_vma
 
   def __call__(
     self,

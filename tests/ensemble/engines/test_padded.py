@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from families import MLP, STEPS, batch, largest_error, loss, predict, train_alone
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from families import largest_error
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member, lift
 from maxlite.errors import UserError

@@ -5,13 +5,13 @@ import jax
 import numpy as np
 import pytest
 from families import largest_error
-from tiny import KEYS, mesh_keys, uneven_batch
+from support.tiny import KEYS, mesh_keys, uneven_batch
 
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 from maxlite.step.gradients import GradientResult
 from maxlite.step.train_state import TrainState
 from maxlite.step.train_step import step_key

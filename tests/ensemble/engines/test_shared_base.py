@@ -10,16 +10,17 @@ import numpy as np
 import optax
 import pytest
 from families import largest_error
-from test_ensemble_run import ONE_EACH, TOLERANCE, Output, config, rows_of, start
+from support.ensemble_runs import ONE_EACH, TOLERANCE, config, rows_of, start
+from support.tiny_run import Output
 
 from maxlite.config.members import members_of
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest, tree_bytes
 from maxlite.ensemble.engines.stack_strategies import build_stacked
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.linen_members import build_programs
-from maxlite.ensemble.member import call_model
-from maxlite.ensemble.member_program import abstract_tree
+from maxlite.ensemble.members.linen import build_programs
+from maxlite.ensemble.members.member import call_model
+from maxlite.ensemble.members.program import abstract_tree
 from maxlite.errors import UserError
 from maxlite.runs.run import run_training
 
@@ -132,7 +133,7 @@ def test_the_base_is_held_once():
     most = tree_bytes(BASE) + count * (3 * trained + 64)
     assert tree_bytes(state) <= most
     engine = stacked_engine(ensemble.members)
-    step = engine.step.lower(state, BATCH).compile()
+    step = engine.jitted_step.lower(state, BATCH).compile()
     assert step.memory_analysis().argument_size_in_bytes <= most + BATCH.nbytes
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import trees
 from families import (
   FAMILIES,
   STEPS,
@@ -23,12 +22,13 @@ from families import (
   together,
   train_alone,
 )
-from slow_cases import slow
+from support import trees
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.linen_members import build_programs
-from maxlite.ensemble.member_program import abstract_tree, variables_of
+from maxlite.ensemble.members.linen import build_programs
+from maxlite.ensemble.members.program import abstract_tree, variables_of
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.registry import ENSEMBLE_STRATEGIES
 
@@ -165,7 +165,7 @@ def test_members_on_several_devices_communicate_once_per_metric(train_together):
   )
   engine = ENSEMBLE_STRATEGIES["stacked"](request)
   with jax.numpy_dtype_promotion("standard"):
-    step = engine.step.lower(trained.state, batch(0))
+    step = engine.jitted_step.lower(trained.state, batch(0))
   kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
   found = re.findall(rf" (?:{kinds})(?:-start)?\(", step.compile().as_text())
   assert 0 < len(found) <= len(step.out_info[1].common)

@@ -9,14 +9,15 @@ import numpy as np
 import optax
 import pytest
 from families import largest_error
-from tiny import compilations
+from support.tiny import compilations
 
 from maxlite.ensemble import Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.engines.submesh import SubmeshEngine, assign_lpt, split_devices
-from maxlite.ensemble.linen_members import build_programs
-from maxlite.ensemble.member import call_model
-from maxlite.ensemble.member_program import abstract_tree
+from maxlite.ensemble.engines.submesh import SubmeshEngine, split_devices
+from maxlite.ensemble.members.assignment import assign_lpt
+from maxlite.ensemble.members.linen import build_programs
+from maxlite.ensemble.members.member import call_model
+from maxlite.ensemble.members.program import abstract_tree
 
 BATCH = np.ones((4, 3), np.float32)
 OPTIMIZER = optax.sgd(0.1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.ensemble.report import ensemble_metrics
 from maxlite.ensemble.report.ensemble_metrics import (

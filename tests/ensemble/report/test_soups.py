@@ -6,15 +6,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import trees
-from test_ensemble_run import empty_plots
+from support import trees
+from support.tiny_run import empty_plots
 
 import maxlite
 from maxlite.api.arguments import to_arguments
 from maxlite.config import load_config, save_resolved
 from maxlite.data.batch import Batch
 from maxlite.ensemble import __main__ as command
-from maxlite.ensemble.member_program import MemberFunctions
+from maxlite.ensemble.members.program import MemberFunctions
 from maxlite.ensemble.report.soups import greedy_soup, mean_of_arrays, score_soups
 from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.errors import UserError

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import arguments_of
-from test_ensemble_run import KEYS, TINY, checksums, rows_of
-from tiny_run import keys_in
+from support.ensemble_runs import TINY, checksums, rows_of
+from support.host_runs import arguments_of
+from support.tiny import KEYS
+from support.tiny_run import keys_in
 
 from maxlite.checkpoint.orbax_object_store import is_complete
-from maxlite.ensemble.run.common_step import (
+from maxlite.ensemble.members.common_step import (
   TOGETHER,
   Segment,
   common_step,

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from host_runs import ROOT, Launch, run
-from test_ensemble_run import MOE, SIZES, TINY, checksums, rows_of
+from support.ensemble_runs import MOE, SIZES, TINY, checksums, rows_of
+from support.host_runs import ROOT, Launch, run
 
 from maxlite.ensemble.selection.population import LINEAGE
 from maxlite.metrics.writers import read_rows

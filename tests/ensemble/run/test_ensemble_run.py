@@ -1,7 +1,6 @@
 """Ensembles from the command line: every member gets the results of its solo run."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -11,39 +10,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slow_cases import slow
-from tiny import KEYS, compilations, fast_compilation, traces
-from tiny_run import CLOCK, Output, empty_plots, keys_in
+from support.ensemble_runs import (
+  ALIKE,
+  FAST,
+  MOE,
+  ONE_EACH,
+  SIZES,
+  STEPS,
+  TINY,
+  TOLERANCE,
+  checksums,
+  config,
+  entries_of,
+  rows_of,
+  start,
+)
+from support.slow_cases import slow
+from support.tiny import KEYS, compilations, traces
+from support.tiny_run import Output
 
-from maxlite.checkpoint.run_folder import open_mirror
 from maxlite.config import load_config
 from maxlite.config.members import members_of
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble.__main__ import main
 from maxlite.ensemble.run import finalize
-from maxlite.ensemble.run.ensemble_run import run_ensemble, train_ensemble
+from maxlite.ensemble.run.ensemble_run import train_ensemble
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
 from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.runs.run import run_training
+from maxlite.storage.mirror import open_mirror
 from maxlite.storage.object_store import download, list_files
 
-STEPS = 4
-TINY = {
-  "decoder_block": "llama",
-  "base_num_decoder_layers": 1,
-  "steps": STEPS,
-  "learning_rate_schedule_steps": STEPS,
-  "gradient_accumulation_steps": 1,
-  "router_jitter": 0,
-  "eval_interval": 2,
-  "eval_steps": 2,
-}
-FAST = "{name: fast, learning_rate: 1e-2, init_weights_seed: 1}"
-ALIKE = f"{{name: slow, learning_rate: 1e-3}}, {FAST}"
-SIZES = "{name: deep, base_num_decoder_layers: 2, base_emb_dim: 24, init_weights_seed: 2}"
-MOE = "{name: moe, decoder_block: mixtral, init_weights_seed: 3}"
-ONE_EACH = {"ici_ensemble_parallelism": 8, "ici_fsdp_parallelism": 1}
+WIDE = "{name: wide, base_emb_dim: 24, init_weights_seed: 2}"
 MEMBERS = f"[{FAST}, {SIZES}]"
 # Members and mesh for each strategy.
 CASES = {
@@ -52,42 +51,7 @@ CASES = {
   "submesh": (f"[{ALIKE}, {MOE}]", {}),
 }
 FUSED = {"ensemble_strategy": "fused", **ONE_EACH}
-TOLERANCE = 2e-5
 DRAW = {name: vars(finalize)[name] for name in vars(finalize) if name.startswith("draw_")}
-
-
-def config(folder: Path, members: str, **keys: object):
-  keys = KEYS | keys_in(folder, **(TINY | {"run_name": "ens"} | keys))
-  arguments = [f"{name}={value}" for name, value in keys.items()]
-  return load_config([*arguments, f"members={members}"], needs_data=False)
-
-
-def start(folder: Path, members: str, output: Output | None = None, **keys: object):
-  output = output or Output()
-  with contextlib.redirect_stdout(output):
-    code = run_ensemble(config(folder, members, **keys))
-  return code, output.getvalue()
-
-
-def rows_of(folder: Path, name: str) -> list[dict]:
-  """The rows of a member's metrics without timings."""
-  rows = read_rows(folder / "ens/members" / name / "metrics.jsonl")
-  for row in rows:
-    for key in CLOCK:
-      row.pop(key, None)
-  return rows
-
-
-def checksums(folder: Path, name: str, step: int = STEPS) -> dict:
-  path = folder / f"ens/members/{name}/checkpoints/{step}/manifest/metadata"
-  return json.loads(path.read_text())["body"]["leaves"]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("ensembles")
-  with fast_compilation(), empty_plots():
-    yield folder
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +85,18 @@ def test_every_strategy_has_a_case():
 
 
 @pytest.mark.parametrize(
-  ("strategy", "message"),
+  ("strategy", "other", "message"),
   [
-    ("switched", "members from configs have a mesh of their devices, .*; use submesh"),
-    slow("padded", "padding changes the loss of fast by .*: use fused"),  # the mean in its norms
+    ("switched", SIZES, "members from configs have a mesh of their devices, .*; use submesh"),
+    ("padded", SIZES, "padding takes members with the same parameters and optimizer function"),
+    slow("padded", WIDE, "padding changes the loss of fast by .*: use fused"),  # means in its norms
   ],
 )
-def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(root, strategy, message):
+def test_strategies_that_do_not_take_the_members_are_refused_in_one_line(
+  root, strategy, other, message
+):
   with pytest.raises(UserError, match=message):
-    train_ensemble(config(root / strategy, f"[{FAST}, {SIZES}]", ensemble_strategy=strategy))
+    train_ensemble(config(root / strategy, f"[{FAST}, {other}]", ensemble_strategy=strategy))
 
 
 # One of the stacked members is enough; test_strategies.py tests the bits of members that are not.
@@ -201,12 +168,6 @@ def test_the_step_is_traced_and_compiled_once(fused):
   _, _, compiled, traced = fused
   assert compiled.count("jit(_step)") == 1
   assert traced.count("_step") == 1
-
-
-def entries_of(folder):
-  """The rows of members.jsonl, best member first."""
-  lines = (folder / "ens/members.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
 
 
 def test_output_of_a_finished_ensemble(fused, monkeypatch):

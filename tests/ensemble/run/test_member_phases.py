@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 from families import jit_on_one_device, largest_error
-from test_ensemble_run import ALIKE, ONE_EACH, STEPS, TOLERANCE, Output, config, rows_of, start
-from tiny import uneven_batch
+from support.ensemble_runs import ALIKE, ONE_EACH, STEPS, TOLERANCE, config, rows_of, start
+from support.tiny import uneven_batch
+from support.tiny_run import Output
 
 from maxlite.config.members import members_of
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.grouping import group_members
 from maxlite.ensemble.engines.member_group import MemberGroup
-from maxlite.ensemble.from_config import ConfigPrograms
+from maxlite.ensemble.run.from_config import ConfigPrograms
 from maxlite.runs.run import run_training
 
 PHASES = (

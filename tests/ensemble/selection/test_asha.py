@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from host_runs import arguments_of, children
-from test_ensemble_run import ALIKE, SIZES, TINY, checksums, config, rows_of
-from tiny import KEYS, fast_compilation
-from tiny_run import Output
+from support.ensemble_runs import ALIKE, SIZES, TINY, checksums, config, rows_of
+from support.host_runs import arguments_of, children
+from support.tiny import KEYS, fast_compilation
+from support.tiny_run import Output
 
 from maxlite.config.members import members_of
+from maxlite.ensemble.members.run import MemberRun
 from maxlite.ensemble.run.ensemble_run import run_ensemble
-from maxlite.ensemble.run.member_run import MemberRun
 from maxlite.ensemble.selection.asha import JOURNAL, JOURNAL_ROWS, AsynchronousHalving, next_job
 from maxlite.errors import UserError
 from maxlite.metrics.writers import JsonlWriter, read_rows

@@ -10,19 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import trees
 from families import jit_on_one_device
-from test_ensemble_run import (
-  ONE_EACH,
-  TOLERANCE,
-  Output,
-  checksums,
-  config,
-  entries_of,
-  root,
-  rows_of,
-  start,
-)
+from support import trees
+from support.ensemble_runs import ONE_EACH, TOLERANCE, checksums, config, entries_of, rows_of, start
+from support.tiny_run import Output
 
 from maxlite.checkpoint.manager import Checkpoints
 from maxlite.config.members import members_of
@@ -31,17 +22,15 @@ from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.data.loader import open_data
 from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.engines.member_group import GroupState
-from maxlite.ensemble.from_config import ConfigPrograms
 from maxlite.ensemble.run.ensemble_run import EnsembleRun
 from maxlite.ensemble.run.finalize import finalize
+from maxlite.ensemble.run.from_config import ConfigPrograms
 from maxlite.ensemble.selection.population import LINEAGE, ancestors, choose_donors, copy_members
 from maxlite.metrics.plots.lineage import draw_lineage
 from maxlite.metrics.writers import open_console, read_rows
 from maxlite.optim.build import build_optimizer, hyperparameters
 from maxlite.runs.saved_run import run_folder
 from maxlite.step.train_state import init_state
-
-__all__ = ["root"]  # a fixture
 
 STEPS = 6
 PERIOD = 2

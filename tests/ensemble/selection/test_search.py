@@ -6,18 +6,17 @@ import math
 import signal
 
 import pytest
-from test_ensemble_run import KEYS as MODEL
-from test_ensemble_run import TINY, Output, checksums, keys_in, root, rows_of
+from support.ensemble_runs import TINY, checksums, rows_of
+from support.tiny import KEYS as MODEL
+from support.tiny_run import Output, keys_in
 
 from maxlite.config import load_config
 from maxlite.config.tuning import search_of
 from maxlite.config.values import Setting, parse
+from maxlite.ensemble.run.search import Study
 from maxlite.ensemble.run_members import run_members
-from maxlite.ensemble.selection.search import Study
 from maxlite.errors import UserError
 from maxlite.registry import SAMPLERS
-
-__all__ = ["root"]  # a fixture
 
 pytest.importorskip("optuna")
 RANGE = "learning_rate: {log_uniform: [1e-4, 1]}"

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from host_runs import children
-from test_ensemble_run import ALIKE, TINY, checksums, rows_of, start
+from support.ensemble_runs import ALIKE, TINY, checksums, rows_of, start
+from support.host_runs import children
 
 from maxlite.ensemble.selection.asha import JOURNAL
 from maxlite.ensemble.workers.worker_process import available_cores

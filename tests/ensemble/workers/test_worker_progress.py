@@ -5,7 +5,7 @@ import types
 
 from rich.console import Console
 
-from maxlite.ensemble.workers.worker_progress import WorkerProgress
+from maxlite.ensemble.run.worker_progress import WorkerProgress
 from maxlite.metrics.writers import JsonlWriter
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import meta
-from slow_cases import slow
+from support.slow_cases import slow
 
 from maxlite.config.layer_specs import MoeSpec
 from maxlite.config.model_families import MoeForm

@@ -1,7 +1,7 @@
 """Bounded receive buffers have room for what they promise, and for the kernels' last tile."""
 
 import pytest
-from tiny import config_of
+from support.tiny import config_of
 
 from maxlite.kernels.grouped_matmul.tiled import LARGEST
 from maxlite.layers.moe.receive_buffer import choose_buffer

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_cases import fast_only, slow
+from support.slow_cases import fast_only, slow
 
 from maxlite.config.schema import DEFAULTS, MoeConfig, build
 from maxlite.layers.moe.router import ROUTERS, Router

@@ -67,7 +67,7 @@ def apply_on_shards(
     mesh=sharder.mesh,
     in_specs=(rows, rows, rows, _weight_specs(sharder, weights)),
     out_specs=(rows, jax.P()),
-    # Kernels in WITHOUT_VMA do not support it.
+    # Some backends of grouped matmul do not support it.
     check_vma=sharder.check_vma and experts.supports_vma,
   )
   return sharded(x_BTD, route.expert_BTK, route.weight_BTK, weights)

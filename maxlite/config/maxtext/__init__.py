@@ -1,0 +1,1 @@
+"""What maxlite answers to the keys and values of MaxText."""

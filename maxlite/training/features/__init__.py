@@ -1,0 +1,1 @@
+"""Features around the training step, a file each; see training/feature.py."""

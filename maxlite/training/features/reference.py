@@ -1,0 +1,168 @@
+"""Preference losses: the frozen reference model, which runs on the model's mesh in its step.
+
+It is the model of a folder, whose parameters are inputs of the step, or the trained model without
+its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, and
+evaluates them on held-out pairs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+
+from maxlite.config.schema import LoraConfig, ModelConfig
+from maxlite.data.batch import DeviceBatch
+from maxlite.errors import UserError
+from maxlite.layers.lora import ADAPTER, drop_modules
+from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, parameter_sizes, train_flops
+from maxlite.models import Decoder
+from maxlite.optim.labels import Labels, trained_paths
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.sharding.pytree import PyTree
+from maxlite.training.feature import EvalStep, Feature, FeatureRequest
+from maxlite.training.features.frozen_models import FrozenModels
+from maxlite.training.loss import DecoderLoss, Hidden, Sums, run_forward
+from maxlite.training.model_folders import reference_folders
+from maxlite.training.preference_loss import count_pairs
+from maxlite.training.spec import ObjectiveSpec, StepSpec
+
+REFERENCE = "reference"  # The name of the parameters among the inputs of a step.
+
+
+class Reference(Feature):
+  """The reference model of a run."""
+
+  def __init__(self, spec: StepSpec, folder: FrozenModels | None):
+    """
+    Args:
+      folder: the reference model, the only one; None: the trained model without its adapters.
+    """
+    self._spec = spec
+    self._folder = folder
+
+  @property
+  def model(self) -> ModelConfig:
+    """The config of the reference model."""
+    if self._folder is None:
+      return dataclasses.replace(self._spec.model, lora=LoraConfig())
+    (frozen,) = self._folder.models
+    return frozen.program.spec.model
+
+  def inputs(self) -> Mapping[str, PyTree]:
+    if self._folder is None:
+      return {}
+    return self._folder.inputs()
+
+  def abstract_inputs(self) -> Mapping[str, PyTree]:
+    if self._folder is None:
+      return {}
+    return self._folder.abstract_inputs()
+
+  @property
+  def inputs_hash(self) -> str:
+    if self._folder is None:
+      return ""
+    return self._folder.inputs_hash
+
+  def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
+    if objective.loss not in PREFERENCE_LOSSES:
+      return loss
+    return self.add_reference(loss)
+
+  def add_reference(self, loss: DecoderLoss) -> "ReferenceLoss":
+    """The loss with the reference model."""
+    reference = Decoder(self.model, loss.model.sharder)
+    return ReferenceLoss(loss.model, loss.loss, loss.cfg, loss.moe, reference)
+
+  def build_eval_step(self, model: Decoder) -> EvalStep | None:
+    if not self._spec.evaluates_pairs:
+      return None
+    losses = [each.loss for each in self._spec.objectives]
+    name = next(name for name in losses if name in PREFERENCE_LOSSES)
+    plain = DecoderLoss(model, LOSSES[name], self._spec.training, self._spec.model.moe)
+    loss = self.add_reference(plain)
+
+    @jax.jit
+    def sum_pairs(
+      params: PyTree, batch: DeviceBatch, extra: Mapping[str, PyTree]
+    ) -> dict[str, PyTree]:
+      hidden = loss.hidden(params, batch, None, extra)
+      sums = loss.loss.sums(hidden, batch, loss.cfg, model.sharder)
+      return {"nll": sums.nll, "weight": sums.weight, "pairs": sums.pairs}
+
+    def eval_step(params: PyTree, batch: DeviceBatch) -> dict[str, PyTree]:
+      return sum_pairs(params, batch, self.inputs())
+
+    return eval_step
+
+  def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
+    if objective.loss not in PREFERENCE_LOSSES:
+      return 0.0
+    return self.forward_flops(batch_shape)
+
+  def forward_flops(self, batch_shape: tuple[int, int]) -> float:
+    """FLOPs of a forward pass of the reference model."""
+    if self._folder is not None:
+      return self._folder.forward_flops(batch_shape)
+    total = train_flops(self.model, parameter_sizes(self.model), batch_shape).total
+    return total / (1 + BACKWARD_OVER_FORWARD)
+
+
+def build_reference(request: FeatureRequest) -> Reference:
+  """The reference of a run with a preference loss; an entry of FEATURES.
+
+  Raises:
+    UserError: the reference is the model without adapters, and a phase trains other parameters.
+  """
+  spec = request.spec
+  if spec.training.reference_path:
+    assert request.command is not None, "a reference is read by a command"
+    mesh = request.sharder.mesh
+    folder = FrozenModels(REFERENCE, request.command, mesh, reference_folders)
+    return Reference(spec, folder)
+  for objective in spec.objectives:
+    if objective.loss in PREFERENCE_LOSSES and objective.train is not None:
+      _require_adapters_only(objective, request.labels[objective.name])
+  return Reference(spec, None)
+
+
+def _require_adapters_only(objective: ObjectiveSpec, labels: Labels) -> None:
+  """Raise UserError if a phase trains parameters of the reference, the model without adapters."""
+  for path in trained_paths(labels):
+    if set(path.split("/")).isdisjoint(ADAPTER):
+      raise UserError(
+        f"phase {objective.name}: loss={objective.loss} would change its own reference by training "
+        f'{path}: write train: [".*lora_.*"], or reference_path=FOLDER of what training starts from'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceLoss(DecoderLoss):
+  """A loss of pairs that compares a decoder with a frozen reference."""
+
+  reference: Decoder
+
+  def hidden(
+    self,
+    params: PyTree,
+    batch: DeviceBatch,
+    key: jax.Array | None,
+    extra: Mapping[str, PyTree],
+  ) -> Hidden:
+    own = super().hidden(params, batch, key, extra)
+    if REFERENCE in extra:
+      (reference_params,) = extra[REFERENCE]
+    else:
+      reference_params = drop_modules(params, ADAPTER)
+    # The model's sharder, which may be that of the inside of a shard_map.
+    model = self.reference.clone(sharder=self.model.sharder)
+    result = run_forward(model, reference_params, batch, None, drafts=False)
+    return own.replace(teachers=(jax.lax.stop_gradient(result),))
+
+  def linearization_point(
+    self, zeros: Sums, batch: DeviceBatch, sum_batch: Callable[[], Sums]
+  ) -> Sums:
+    """Count also the pairs; the loss is linear in their other sums."""
+    totals = super().linearization_point(zeros, batch, sum_batch)
+    assert totals.pairs is not None, "a loss without pairs"
+    return totals.replace(pairs=totals.pairs.replace(pairs=count_pairs(batch)))
