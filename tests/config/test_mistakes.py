@@ -137,6 +137,18 @@ MISTAKES = (
       "num_experts_per_tok=4",
     ),
     ("first_num_dense_layers=4",): ("first_num_dense_layers=4", "first_num_dense_layers=3"),
+    ("mlp_only_layers=[1,0]",): ("mlp_only_layers=[1, 0]", "from 0 to 3, in order"),
+    ("mlp_only_layers=[4]",): ("mlp_only_layers=[4]", "from 0 to 3, in order"),
+    ("mlp_only_layers=[0,1,2,3]",): ("mlp_only_layers=[0, 1, 2, 3]", "leaves no MoE layer"),
+    ("mlp_only_layers=[0]",): ("mlp_only_layers=[0]", "write first_num_dense_layers=1 interleave"),
+    ("mlp_only_layers=[2]", "first_num_dense_layers=1"): (
+      "mlp_only_layers=[2]",
+      "write first_num_dense_layers=0",
+    ),
+    ("mlp_only_layers=[1]", "decoder_block=gemma4_moe", "sliding_window_size=8"): (
+      "decoder_block=gemma4_moe",
+      "write mlp_only_layers=[]",
+    ),
     ("first_num_dense_layers=1", "interleave_moe_layer_step=2"): (
       "interleave_moe_layer_step=2",
       "the 3 other layers",
