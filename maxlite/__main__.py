@@ -10,6 +10,7 @@ COMMANDS = {
   "maxlite.serve": "serve a run over HTTP, with OpenAI's API and a web page",
   "maxlite.tokenizer": "train a tokenizer on the data of a run",
   "maxlite.plan": "print memory, FLOPs and communication of a training step, without the hardware",
+  "maxlite.audit": "compare the step of a config over meshes and other choices, in a tiny model",
   "maxlite.convert": "import and export Hugging Face folders and adapters; dense to experts",
   "maxlite.ensemble": "export members of an ensemble, and soups of them",
   "maxlite.lm_eval_adapter": "evaluate with lm-eval (pip install 'maxlite[lm_eval]')",

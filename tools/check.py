@@ -31,7 +31,7 @@ ROWS = (
   {"step"},
   {"phases"},
   {"training"},
-  {"evaluation"},
+  {"evaluation", "auditing"},
   {"runs"},
   {"inference", "planning", "ensemble"},
   {"hf"},

@@ -32,6 +32,7 @@ _OWN_SECTIONS = {
   "generate": ("run", "generate"),
   "serve": ("run", "serve", "generate"),
   "plan": ("plan", "mesh"),
+  "audit": ("audit", "mesh"),
   "convert": ("convert",),
   "tokenizer": ("tokenizer", "data"),
 }

@@ -14,6 +14,7 @@ from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
 from maxlite.config.schema import (
   KEYS,
+  AuditConfig,
   CheckpointConfig,
   Config,
   ConvertConfig,
@@ -59,13 +60,14 @@ _TRAINING_DATA = {
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}
-_OTHER_COMMANDS = _keys_of(PlanConfig, ConvertConfig, TokenizerConfig)
+_OTHER_COMMANDS = _keys_of(PlanConfig, AuditConfig, ConvertConfig, TokenizerConfig)
 _IMPORT = _ALL - _OTHER_COMMANDS - _keys_of(HostsConfig) - {"member", "load_checkpoint"}
 _TRAIN = _ALL - _OTHER_COMMANDS - _keys_of(ServeConfig) - {"eval_documents", "member"}
 # By command. A config that a command writes counts as read.
 READ_KEYS: dict[str, set[str]] = {
   "maxlite.train": _TRAIN,
   "maxlite.plan": _TRAIN | _keys_of(PlanConfig),
+  "maxlite.audit": _TRAIN | _keys_of(AuditConfig),
   "maxlite.evaluate": _NAMING
   | _MODEL
   | _MESH
@@ -213,7 +215,7 @@ _CONDITIONS = (
 )
 # Those that only training has; other commands read these keys without a condition.
 _OF_TRAINING = {"load_checkpoint", *_keys_of(GenerateConfig)}
-_TRAINING_COMMANDS = ("maxlite.train", "maxlite.plan")
+_TRAINING_COMMANDS = ("maxlite.train", "maxlite.plan", "maxlite.audit")
 _CONVERSIONS = tuple(f"maxlite.convert {name}" for name in ("from_hf", "from_peft", "upcycle"))
 
 

@@ -22,6 +22,7 @@ from maxlite.config.schema.entry_point_config import (
   DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS,
 )
 from maxlite.config.schema.entry_point_config import (
+  AuditConfig,
   ConvertConfig,
   GenerateConfig,
   PlanConfig,
@@ -30,6 +31,7 @@ from maxlite.config.schema.entry_point_config import (
 )
 from maxlite.config.schema.model_config import FLOAT_TYPES as FLOAT_TYPES
 from maxlite.config.schema.model_config import CycleConfig as CycleConfig
+from maxlite.config.schema.model_config import GatedDeltaConfig as GatedDeltaConfig
 from maxlite.config.schema.model_config import LatentAttentionConfig as LatentAttentionConfig
 from maxlite.config.schema.model_config import LoraConfig as LoraConfig
 from maxlite.config.schema.model_config import ModelConfig
@@ -73,6 +75,7 @@ class Config:
   generate: GenerateConfig = GenerateConfig()
   serve: ServeConfig = ServeConfig()
   plan: PlanConfig = PlanConfig()
+  audit: AuditConfig = AuditConfig()
   convert: ConvertConfig = ConvertConfig()
   tokenizer: TokenizerConfig = TokenizerConfig()
 

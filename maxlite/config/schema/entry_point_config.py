@@ -1,4 +1,4 @@
-"""Sections that a single entry point reads: generate, serve, plan, convert."""
+"""Sections that a single entry point reads: generate, serve, plan, audit, convert."""
 
 import dataclasses
 
@@ -91,6 +91,22 @@ class PlanConfig:
     "", "GpuTargetConfigProto text file of the GPU to compile for; empty: estimate only."
   )
   save_hlo: str = machine_field("", "Folder for the compiled program's text; empty: not written.")
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditConfig:
+  """What `maxlite.audit` compares."""
+
+  audit_meshes: int = field(
+    6,
+    "Meshes of eight simulated devices that it compares with one device, after each axis alone; "
+    "the first is of the config's own axes, the others are random. -1: all.",
+    low=-1,
+  )
+  audit_seed: int = field(0, "Seed of these meshes, and of what else varies on them.", low=0)
+  audit_json: str = machine_field(
+    "", "File to which the result is written as JSON; empty: not written."
+  )
 
 
 @dataclasses.dataclass(frozen=True)
