@@ -14,11 +14,11 @@ from maxlite.auditing.shrink import shrink
 from maxlite.auditing.variants import Variant, variants_of
 from maxlite.config.schema import Config
 from maxlite.errors import UserError, exit_on_user_error
-from maxlite.metrics.writers import SafeConsole
+from maxlite.metrics.writers import open_console
 from maxlite.sharding.mesh import MESH_AXES
 from maxlite.training.spec import StepSpec, spec_of
 
-_CONSOLE = SafeConsole(highlight=False, markup=False, soft_wrap=True)
+_CONSOLE = open_console()
 _MAX_DIFFERENCES = 12  # that are printed; the JSON has all
 
 
@@ -152,7 +152,7 @@ def _table(audit: Audit) -> Table:
 def _print_audit(audit: Audit, seconds: float) -> None:
   """Print the table, what differs, and what the checks of the reference found."""
   _CONSOLE.print()
-  _CONSOLE.print(_table(audit), width=max(_CONSOLE.width, 130))
+  _CONSOLE.print(_table(audit))
   _CONSOLE.print()
   skipped = [row for row in audit.outcomes if row.comparison is None]
   for row in skipped:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -165,12 +164,19 @@ def explain(variant: Variant, got: np.ndarray, want: np.ndarray) -> str:
   place = tuple(int(i) for i in np.unravel_index(index, want.shape))
   text = f"no multiple: {share}, most at {list(place)}: {one[index]:.6g} instead of "
   text += f"{other[index]:.6g}"
+  return text + _suspects(variant)
+
+
+def _suspects(variant: Variant) -> str:
+  """What often causes a difference that is no factor by name."""
   if variant.mesh:
-    axes = _named(variant.mesh)
-    text += (
+    axes = " and ".join(f"`{axis}`" for axis in variant.mesh)
+    return (
       f"; a sum over {axes} forgotten, a mean of the shards' means, or random numbers per shard?"
     )
-  return text
+  if variant.accumulation > 1:
+    return "; a mean of the micro-batches' means?"
+  return ""
 
 
 def _explain_factor(variant: Variant, factor: float) -> str:
@@ -194,7 +200,7 @@ def _explain_factor(variant: Variant, factor: float) -> str:
       return (
         f"{_times(factor)} the value: divided by {number}, or {number - 1} of {number} left out?"
       )
-  return f"{_times(factor)} the value everywhere"
+  return f"{_times(factor)} the value{_suspects(variant)}"
 
 
 def _times(factor: float) -> str:
@@ -232,7 +238,3 @@ def _cause(name: str, power: float) -> str:
   if "micro-batches" in name:
     return ": micro-batches added or averaged once too often?"
   return ""
-
-
-def _named(axes: Sequence[str]) -> str:
-  return " and ".join(f"`{axis}`" for axis in axes)
