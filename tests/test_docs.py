@@ -17,7 +17,7 @@ from maxlite.config import load_config
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-CONFIGURED = ("train", "evaluate", "generate", "serve", "plan", "convert")
+CONFIGURED = ("train", "evaluate", "generate", "serve", "plan", "audit", "convert")
 # Words of a command line that are not configuration: see maxlite/plan.py and maxlite/convert.py.
 WORDS = {"plan": {"estimate", "phases"}, "convert": set(convert.COMMANDS)}
 PLACEHOLDER = re.compile(r"\.\.\.|\[key=value|key=value|<|\$\(")

@@ -126,7 +126,9 @@ def test_generate_uses_the_config_of_the_run(other_config):
   assert len(text) > len("def f\n")
 
 
-@pytest.mark.parametrize("program", ["train", "evaluate", "generate", "serve", "plan", "convert"])
+@pytest.mark.parametrize(
+  "program", ["train", "evaluate", "generate", "serve", "plan", "audit", "convert"]
+)
 def test_help_and_errors_do_not_import_jax(program):
   argv = ["-X", "importtime", "-m", f"maxlite.{program}"]
   argument = BASE

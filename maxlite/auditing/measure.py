@@ -242,11 +242,11 @@ def _unpack(batch: HostBatch) -> HostBatch:
     for segment in range(1, 4):
       is_own_T = batch.segment_BT[row] == segment
       start = int(np.argmax(is_own_T))
-
-      def cut(x_BT: np.ndarray, row: int = row, own: np.ndarray = is_own_T, start: int = start):
-        return np.roll(np.where(own, x_BT[row], 0), -start)
-
-      rows.append(jax.tree.map(cut, batch))
+      document = {
+        field.name: np.roll(np.where(is_own_T, getattr(batch, field.name)[row], 0), -start)
+        for field in dataclasses.fields(batch)
+      }
+      rows.append(Batch(**document))
   unpacked = jax.tree.map(lambda *x_T: np.stack(x_T), *rows)
   return unpacked.replace(segment_BT=np.minimum(unpacked.segment_BT, 1))
 

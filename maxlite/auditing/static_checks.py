@@ -70,7 +70,7 @@ def _without_gradient(reference: Measured) -> Iterator[str]:
   for objective in reference.program.objectives:
     gradients = reference.results[objective.name].gradients
     largest = max((np.abs(each).max(initial=0) for each in gradients.values()), default=0)
-    names = gradients.keys()
+    names = set(gradients)
     if objective.labels is not None:
       names &= set(trained_paths(objective.labels))
     trained |= {name for name in names if not re.search(BIAS, name)}

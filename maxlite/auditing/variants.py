@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ NUM_DEVICES = 8
 # The axes that an audit varies. `ensemble` shards the members of an ensemble, not a step.
 AXES = tuple(axis for axis in MESH_AXES if axis != "ensemble")
 # By name, keys of the mixture of experts: how tokens reach their experts.
-DISPATCHES = {
+DISPATCHES: dict[str, dict[str, Any]] = {
   "ragged": {"sparse_matmul": True, "use_ring_of_experts": False, "capacity_factor": -1.0},
   "all_gather": {"sparse_matmul": True, "use_ring_of_experts": True, "capacity_factor": -1.0},
   "dense": {"sparse_matmul": False, "use_ring_of_experts": False, "capacity_factor": -1.0},
@@ -67,11 +68,11 @@ class Variant:
 
   def spec_of(self, spec: StepSpec) -> StepSpec:
     """The tiny step `spec`, computed in this way."""
-    degrees: dict[str, int] = {}
+    degrees: dict[str, Any] = {}
     for axis in MESH_AXES:
       degrees[f"ici_{axis}_parallelism"] = self.mesh.get(axis, 1)
       degrees[f"dcn_{axis}_parallelism"] = 1
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if self.remat:
       changes |= {"remat_policy": self.remat, "remat_saved_names": ()}
     if self.scan is not None:

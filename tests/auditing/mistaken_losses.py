@@ -26,7 +26,7 @@ def on_shards(function, hidden, sharder):
     mesh=sharder.mesh,
     in_specs=spec,
     out_specs=jax.P(),
-    check_vma=False,
+    check_vma=False,  # which would find some of these mistakes
   )(hidden.x_BTD)
 
 
