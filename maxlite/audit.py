@@ -8,20 +8,18 @@ import os
 import sys
 
 from maxlite.config import main_config
-from maxlite.errors import exit_on_user_error
 
 # The step runs on simulated devices of the CPU, whatever this machine has.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
 
 
 def main() -> int:
+  os.environ.update(ENVIRONMENT)  # first, because plug-ins import JAX, which reads it
   cfg = main_config(sys.argv[1:], "maxlite.audit", needs_data=False, command="maxlite.audit")
-  os.environ.update(ENVIRONMENT)
-  # Importing JAX reads the environment, and is slow: only after the command line is validated.
+  # Importing JAX is slow: only after the command line is validated.
   from maxlite.kernels.xla_cpu import add_threads_for_collectives
 
-  with exit_on_user_error("maxlite.audit"):
-    add_threads_for_collectives()
+  add_threads_for_collectives()
   from maxlite.auditing.audit_run import run_audit
 
   return run_audit(cfg)

@@ -5,13 +5,14 @@ import json
 import time
 from pathlib import Path
 
+import jax
 from rich.table import Table
 
 from maxlite.auditing import static_checks
 from maxlite.auditing.compare import COLUMNS, TOLERANCE, Comparison, Difference, compare
 from maxlite.auditing.measure import Measured, measure
 from maxlite.auditing.shrink import shrink
-from maxlite.auditing.variants import Variant, variants_of
+from maxlite.auditing.variants import NUM_DEVICES, Variant, variants_of
 from maxlite.config.schema import Config
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.writers import open_console
@@ -88,6 +89,11 @@ def audit_spec(
   Raises:
     UserError: the tiny model cannot be built on one device.
   """
+  if len(jax.devices()) < NUM_DEVICES:
+    raise UserError(
+      f"an audit needs {NUM_DEVICES} simulated devices, but JAX started with {len(jax.devices())}: "
+      "let no plug-in set JAX_NUM_CPU_DEVICES, jax_num_cpu_devices or XLA_FLAGS"
+    )
   tiny, notes = shrink(spec)
   _say(f"{tiny.model.decoder_block}, {_objectives(tiny)}: the reference on one device", is_quiet)
   reference = measure(tiny, Variant())

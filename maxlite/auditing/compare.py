@@ -33,7 +33,10 @@ class Difference:
   explanation: str
 
   def __str__(self) -> str:
-    return f"{self.variant}: {self.column} of {self.name} ({self.objective}): {self.explanation}"
+    result = self.column
+    if self.name not in (self.column, "grad_norm"):
+      result = f"{self.column} of {self.name}"
+    return f"{self.variant}: {result} ({self.objective}): {self.explanation}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +54,8 @@ def compare(
   errors = dict.fromkeys(COLUMNS, 0.0)
   differences: list[Difference] = []
   for objective, expected in want.items():
-    found = _columns(got[objective], _norm(got[objective]))
-    for column, references in _columns(expected, _true_norm(expected)).items():
+    found = _columns(got[objective], reported_norm(got[objective]))
+    for column, references in _columns(expected, true_norm(expected)).items():
       floor = _floor(column, expected)
       results = found[column]
       for name in sorted(results.keys() | references.keys()):
@@ -103,12 +106,13 @@ def _float(x: object) -> float:
   return float(np.asarray(x, np.float64))
 
 
-def _norm(results: StepResults) -> np.ndarray:
+def reported_norm(results: StepResults) -> np.ndarray:
   """The norm that the step reports, by which it clips."""
-  return np.asarray(results.metrics.get("grad_norm", _true_norm(results)))
+  return np.asarray(results.metrics.get("grad_norm", true_norm(results)))
 
 
-def _true_norm(results: StepResults) -> np.ndarray:
+def true_norm(results: StepResults) -> np.ndarray:
+  """The norm of the gradients, computed here."""
   squares = [np.sum(np.square(gradient)) for gradient in results.gradients.values()]
   return np.sqrt(np.sum(squares))
 
@@ -174,6 +178,8 @@ def _suspects(variant: Variant) -> str:
     return (
       f"; a sum over {axes} forgotten, a mean of the shards' means, or random numbers per shard?"
     )
+  if variant.rows:
+    return "; does padding take part, or does a result depend on the order of rows?"
   if variant.accumulation > 1:
     return "; a mean of the micro-batches' means?"
   return ""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlite.auditing.compare import NOISE
+from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
 from maxlite.optim.labels import NO_DECAY, frozen_paths, trained_paths
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
@@ -27,7 +27,11 @@ def draws_random_numbers(reference: Measured) -> bool:
 
 def mistakes(spec: StepSpec, reference: Measured) -> list[str]:
   """What is wrong in the reference itself, a line each."""
-  return [*_without_gradient(reference), *_unmatched_names(spec, reference)]
+  return [
+    *_without_gradient(reference),
+    *_wrong_norms(reference),
+    *_unmatched_names(spec, reference),
+  ]
 
 
 def remarks(spec: StepSpec, reference: Measured) -> list[str]:
@@ -87,6 +91,14 @@ def _without_gradient(reference: Measured) -> Iterator[str]:
       f"no gradient reaches {name}, which is trained: is it used, or behind a stop_gradient? To "
       "freeze it on purpose, write phases that do not train it"
     )
+
+
+def _wrong_norms(reference: Measured) -> Iterator[str]:
+  """Objectives whose reported norm is not that of their gradients, on one device."""
+  for name, results in reference.results.items():
+    reported, norm = reported_norm(results), true_norm(results)
+    if not np.isclose(reported, norm, rtol=TOLERANCE, atol=0):
+      yield f"grad_norm of {name} is {reported:.10g}, but the gradients have the norm {norm:.10g}"
 
 
 def _unmatched_names(spec: StepSpec, reference: Measured) -> Iterator[str]:

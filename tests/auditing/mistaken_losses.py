@@ -17,8 +17,8 @@ from maxlite.training.loss import NEXT_TOKEN, next_token
 ROWS = ("activation_batch", "activation_length")
 
 
-def on_shards(function, hidden, sharder):
-  """Apply `function` to the hidden states of each shard of rows and positions."""
+def on_shards(function, x_BTD, sharder):
+  """Apply `function` to each shard of rows and positions."""
   spec = sharder.spec((*ROWS, "activation_embed"))
   axes = sharder.mesh_axes(ROWS[0]) + sharder.mesh_axes(ROWS[1])
   return jax.shard_map(
@@ -27,13 +27,14 @@ def on_shards(function, hidden, sharder):
     in_specs=spec,
     out_specs=jax.P(),
     check_vma=False,  # which would find some of these mistakes
-  )(hidden.x_BTD)
+  )(x_BTD)
 
 
 def with_penalty(penalty):
   def sums(hidden, batch, cfg, sharder):
     plain = next_token(hidden, batch, cfg, sharder)
-    return plain.replace(nll=plain.nll + 0.1 * on_shards(penalty, hidden, sharder))
+    x_BTD = hidden.x_BTD * (batch.segment_BT > 0)[..., None].astype(hidden.x_BTD.dtype)
+    return plain.replace(nll=plain.nll + 0.1 * on_shards(penalty, x_BTD, sharder))
 
   return dataclasses.replace(NEXT_TOKEN, sums=sums)
 
@@ -52,9 +53,10 @@ def psum_too_many(x_btD, axes):
 
 
 def local_mean(x_btD, axes):
-  norm_bt = jnp.sqrt(jnp.sum(x_btD**2, axis=-1))
+  norm_bt = jnp.sqrt(jnp.sum(x_btD**2, axis=-1) + 1e-6)
   is_long_bt = norm_bt > 4
-  mean = jnp.sum(norm_bt, where=is_long_bt) / jnp.maximum(jnp.sum(is_long_bt), 1)
+  num_long = jnp.sum(is_long_bt, dtype=norm_bt.dtype)
+  mean = jnp.sum(norm_bt, where=is_long_bt) / jnp.maximum(num_long, 1)
   return jax.lax.pmean(mean, axes)
 
 
