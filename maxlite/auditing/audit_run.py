@@ -20,7 +20,7 @@ from maxlite.sharding.mesh import MESH_AXES
 from maxlite.training.spec import StepSpec, spec_of
 
 _CONSOLE = open_console()
-_MAX_DIFFERENCES = 12  # that are printed; the JSON has all
+_MAX_DIFFERENCES = 3  # of a variant that are printed; the JSON has all
 
 
 @dataclasses.dataclass
@@ -167,11 +167,12 @@ def _print_audit(audit: Audit, seconds: float) -> None:
     _CONSOLE.print(f"note: {line}")
   for line in audit.mistakes:
     _CONSOLE.print(f"WRONG: {line}")
-  differences = audit.differences
-  for difference in differences[:_MAX_DIFFERENCES]:
-    _CONSOLE.print(f"DIFFERS: {difference}")
-  if len(differences) > _MAX_DIFFERENCES:
-    _CONSOLE.print(f"... and {len(differences) - _MAX_DIFFERENCES} more; audit_json=FILE has all")
+  for row in audit.outcomes:
+    differences = row.comparison.differences if row.comparison else []
+    for difference in differences[:_MAX_DIFFERENCES]:
+      _CONSOLE.print(f"DIFFERS: {difference}")
+    if len(differences) > _MAX_DIFFERENCES:
+      _CONSOLE.print(f"  and {len(differences) - _MAX_DIFFERENCES} more; audit_json=FILE has all")
   compared = len(audit.outcomes) - len(skipped)
   if audit.is_clean:
     verdict = f"{compared} variants equal the reference within {TOLERANCE:.0e}"

@@ -176,7 +176,8 @@ def _suspects(variant: Variant) -> str:
   if variant.mesh:
     axes = " and ".join(f"`{axis}`" for axis in variant.mesh)
     return (
-      f"; a sum over {axes} forgotten, a mean of the shards' means, or random numbers per shard?"
+      f"; in a part of it a sum over {axes} forgotten or too many, a mean of the shards' means, or "
+      "random numbers per shard?"
     )
   if variant.rows:
     return "; does padding take part, or does a result depend on the order of rows?"
