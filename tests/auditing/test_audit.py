@@ -28,7 +28,7 @@ from maxlite.config.layer_stacks import layer_specs
 from maxlite.training.spec import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN = Path(__file__).parent / "mistaken_losses.py"
+PLUGIN = ROOT / "docs/examples/mistaken_losses.py"
 PRESETS = sorted(path.stem for path in (ROOT / "configs/models").glob("*.yml"))
 DENSE = ("decoder_block=llama", "base_num_decoder_layers=1", "scan_layers=false")
 

@@ -1,6 +1,6 @@
 """A plug-in of losses, each with a mistake that a run on one device does not show.
 
-    python -m maxlite.audit configs/base.yml plugins=tests/auditing/mistaken_losses.py \
+    python -m maxlite.audit configs/base.yml plugins=docs/examples/mistaken_losses.py \
         loss_type=forgotten_psum
 
 Each adds a penalty on the last hidden states, with code of its own for the shards of the batch.
