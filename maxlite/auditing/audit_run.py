@@ -58,6 +58,8 @@ def run_audit(cfg: Config) -> int:
     audit = audit_spec(
       spec_of(cfg), num_meshes=cfg.audit.audit_meshes, seed=cfg.audit.audit_seed, is_quiet=False
     )
+    if cfg.ensemble.is_set:
+      audit.notes.append("members: what they share is audited, as one run")
     seconds = time.perf_counter() - start
     _print_audit(audit, seconds)
     if cfg.audit.audit_json:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from maxlite.optim.labels import is_masked
@@ -43,7 +44,7 @@ def init_state(
   zero = jnp.zeros((), jnp.int32)
 
   def start(leaf: jax.Array) -> jax.Array:
-    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
+    return jnp.array(leaf, np.promote_types(leaf.dtype, np.float32), copy=True)
 
   return TrainState(
     step=zero,

@@ -195,7 +195,7 @@ MUTANTS = {
   "gradients-inflated-by-accumulation": (DENSE, on(3)),
   "vocabulary-shards-never-meet": (DENSE, on(tensor=2)),
   "slices-keep-their-own-gradients": (DENSE, on(2, data=2)),
-  "embeddings-of-other-shards-added": (DENSE, on(tensor=2)),
+  "embeddings-of-other-shards-added": (DENSE, on(2, data=2, tensor=2)),
   "gradient-norm-omits-experts": (("base_num_decoder_layers=1",), on(data=2)),
   "gathered-keys-of-another-chunk": (DENSE, on(context=2)),
 }
