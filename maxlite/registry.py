@@ -26,6 +26,13 @@ class Entry:
   implementation: Implementation
 
 
+def imported(implementation: Implementation) -> Implementation:
+  """The object itself, or what "module:attribute" names."""
+  if isinstance(implementation, str):
+    return pkgutil.resolve_name(implementation)
+  return implementation
+
+
 EntryT = TypeVar("EntryT", bound=Entry)
 
 
@@ -45,10 +52,7 @@ class Registry(MutableMapping[str, Implementation], Generic[EntryT]):
       self[name] = entry
 
   def __getitem__(self, name: str) -> Implementation:
-    implementation = self._entries[name].implementation
-    if isinstance(implementation, str):
-      return pkgutil.resolve_name(implementation)
-    return implementation
+    return imported(self._entries[name].implementation)
 
   def __setitem__(self, name: str, entry: Implementation) -> None:
     if isinstance(entry, self._entry_type):
@@ -87,25 +91,22 @@ def with_auto(registry: Registry[EntryT]) -> Mapping[str, Implementation]:
 def resolve_backend(
   key: str,
   backends: Registry[Entry],
-  auto: Mapping[str, Sequence[str]],
+  auto: Sequence[str],
   name: str,
-  platform: str,
   supports: Callable[[Implementation], bool],
 ) -> str:
-  """The name of the entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+  """The name of the entry of `backends` that `name` selects.
 
   Args:
     key: the config key that selects the backend, for the error message.
-    auto: the names among which "auto" chooses, by platform and for "other". Only they are imported,
-      because some need another platform's packages.
-    supports: whether a backend supports the call. "auto" chooses the first that does.
+    auto: the names of which "auto" chooses the first that supports the call; the last one does.
+    supports: whether an entry supports the call.
 
   Raises:
     UserError: there is no such backend.
   """
   if name == "auto":
-    candidates = auto.get(platform, auto["other"])
-    return next(candidate for candidate in candidates if supports(backends[candidate]))
+    return next(candidate for candidate in auto if supports(backends[candidate]))
   if name not in backends:
     known = ", ".join(backends)
     raise UserError(f"{key}={name!r} is not a backend; choose auto or one of: {known}")
@@ -329,31 +330,24 @@ DISPATCHES = Registry(
 )
 
 
-# attention -> AttentionBackend; see kernels/attention/backend.py.
+# attention -> AttentionBackend.
 ATTENTION_BACKENDS = Registry(
   Entry,
-  reference="maxlite.kernels.attention.reference:BACKEND",
-  chunked="maxlite.kernels.attention.chunked:BACKEND",
-  dot_product="maxlite.kernels.attention.dot_product:BACKEND",
-  splash="maxlite.kernels.attention.splash:BACKEND",
-  cudnn="maxlite.kernels.attention.dot_product:CUDNN",
-  tokamax="maxlite.kernels.attention.tokamax:BACKEND",
+  reference="maxlite.kernels.attention.backend:REFERENCE",
+  chunked="maxlite.kernels.attention.backend:CHUNKED",
+  dot_product="maxlite.kernels.attention.backend:DOT_PRODUCT",
+  splash="maxlite.kernels.attention.backend:SPLASH",
+  cudnn="maxlite.kernels.attention.backend:CUDNN",
+  tokamax="maxlite.kernels.attention.backend:TOKAMAX",
 )
-# grouped_matmul -> GroupedMatmulBackend; see kernels/grouped_matmul/backend.py.
+# grouped_matmul -> GroupedMatmulBackend.
 GROUPED_MATMUL_BACKENDS = Registry(
   Entry,
-  reference="maxlite.kernels.grouped_matmul.reference:BACKEND",
-  tiled="maxlite.kernels.grouped_matmul.tiled:BACKEND",
-  megablox="maxlite.kernels.grouped_matmul.megablox:BACKEND",
-  ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:BACKEND",
-  mosaic_gpu="maxlite.kernels.grouped_matmul.mosaic_gpu:BACKEND",
-)
-# Whole feed-forward networks for backends of grouped_matmul that have one -> GroupedMlpBackend; see
-# kernels/grouped_mlp/backend.py. Other backends compute the products one after the other.
-GROUPED_MLP_BACKENDS = Registry(
-  Entry,
-  tiled="maxlite.kernels.grouped_mlp.tiled:BACKEND",
-  megablox="maxlite.kernels.grouped_mlp.megablox_mlp:BACKEND",
+  reference="maxlite.kernels.grouped_matmul.backend:REFERENCE",
+  tiled="maxlite.kernels.grouped_matmul.backend:TILED",
+  megablox="maxlite.kernels.grouped_matmul.backend:MEGABLOX",
+  ragged_dot="maxlite.kernels.grouped_matmul.backend:RAGGED_DOT",
+  mosaic_gpu="maxlite.kernels.grouped_matmul.backend:MOSAIC_GPU",
 )
 
 

@@ -1,6 +1,7 @@
 """What precedes a text is what transformers puts there, of a folder and of its export."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import tokenizers
@@ -11,8 +12,11 @@ from maxlite.data.tokenizer import encode_prompt, open_tokenizer
 from maxlite.hf.hf_tokenizer import byte_tokenizer, write_tokenizer
 from maxlite.storage.tokenizer_files import copy_tokenizer
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-pytestmark = pytest.mark.hf
+# Imported in the tests: to import transformers takes longer than to collect all tests.
+pytestmark = [
+  pytest.mark.hf,
+  pytest.mark.skipif(not find_spec("transformers"), reason="needs the package transformers"),
+]
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 CLASSES = ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer"]
 
@@ -49,6 +53,8 @@ def write_folder(folder, post_processor, tokenizer_class, bos, add_bos_token):
 
 
 def ids_of_transformers(folder):
+  import transformers
+
   return transformers.AutoTokenizer.from_pretrained(str(folder))("a cat")["input_ids"]
 
 

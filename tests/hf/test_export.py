@@ -8,6 +8,7 @@ from config_variants import DYNAMIC, LLAMA3, LONGROPE, YARN, config_of
 from conversion import converted
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
+from support.slow_cases import slow
 
 from maxlite.checkpoint.parameters import write_parameters
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
@@ -167,7 +168,7 @@ def test_a_trained_model_stops_where_its_conversations_end(with_tokenizer):
   assert jsons_of(out) == expected
 
 
-@pytest.mark.parametrize("bias", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bias", ["bfloat16", slow("float32")])
 def test_a_router_bias_keeps_its_type(tmp_path, bias):
   folder = folder_of(tmp_path / "hf", config_of("glm4_moe"), "glm4_moe")
   tensors = {}

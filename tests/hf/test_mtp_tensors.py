@@ -206,6 +206,7 @@ def their_logits(folder, tokens_BT):
     return model.lm_head(norm("shared_head.norm", x)).numpy()
 
 
+@pytest.mark.hf
 @pytest.mark.skipif(
   not (find_spec("torch") and find_spec("transformers")),
   reason="needs torch and transformers: pip install -e .[hf]",

@@ -1,4 +1,4 @@
-"""Bugs are planted in a function, whatever its line breaks; stale ones are reported."""
+"""Bugs are planted in one function, however it is broken into lines; stale ones are reported."""
 
 import runpy
 from pathlib import Path

@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from support.host_runs import LAST_BITS, LIGHT, ROOT
+from support.host_runs import LAST_BITS, LIGHT, ROOT, arguments_of
 from support.tiny import KEYS
 from support.tiny_run import (
   STEPS,
@@ -89,7 +89,7 @@ class Hosts:
 
   def __init__(self, folder, count=2, **keys):
     self._folder = folder
-    overrides = [f"{n}={v}" for n, v in (KEYS | keys_in(folder, **SHORT | LOCAL | keys)).items()]
+    overrides = arguments_of(KEYS | keys_in(folder, **SHORT | LOCAL | keys))
     overrides += [f"num_processes={count}", f"coordinator_address=127.0.0.1:{free_port()}"]
     more = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
     more |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -28,9 +28,9 @@ def folder(runs_folder, request):
 
 @pytest.fixture(scope="module")
 def on_two_hosts(runs_folder):
-  """(folder, output) of a light run on two processes with four devices each."""
+  """(folder, output) of a light run on two processes with one device each."""
   folder = runs_folder / "two_hosts"
-  return folder, run(folder, processes=2, devices=4, **LIGHT)
+  return folder, run(folder, processes=2, per_device_batch_size=8, **LIGHT)
 
 
 def test_two_hosts_equal_one_and_one_resumes_from_their_checkpoint(on_two_hosts, folder):
@@ -52,7 +52,7 @@ def test_only_process_0_writes_and_each_identifies_itself(on_two_hosts):
   names = {path.name for path in (folder / "run").iterdir()}
   assert names == {".lock", "checkpoints", "config.yml", "curves.png", "metrics.jsonl", "run_id"}
   assert [row["step"] for row in logged(folder)] == [1, 2, 3, 4]
-  identity = r"^\[{0}\] process {0} of 2: 4 of 8 devices, on \S+ with process number \d+$"
+  identity = r"^\[{0}\] process {0} of 2: 1 of 2 devices, on \S+ with process number \d+$"
   for rank in range(2):
     assert re.search(identity.format(rank), output, re.M)
   assert not re.search(r"^\[1\] (step|maxlite|eval)", output, re.M)

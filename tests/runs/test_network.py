@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.host_runs import ROOT
+from support.host_runs import ROOT, arguments_of
 from support.tiny import KEYS
 from support.tiny_run import keys_in
 
@@ -74,7 +74,7 @@ def link_of(host):
 def on_both(folder, port):
   """[(process, log) of each host] for one start of the run in `folder`."""
   folder.mkdir(parents=True, exist_ok=True)
-  arguments = [f"{name}={value}" for name, value in (KEYS | keys_in(folder, **LONG)).items()]
+  arguments = arguments_of(KEYS | keys_in(folder, **LONG))
   arguments += [f"coordinator_address={ADDRESSES[0]}:{port}", "num_processes=2"]
   environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
   with contextlib.ExitStack() as stack:

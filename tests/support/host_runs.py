@@ -29,10 +29,16 @@ LIGHT = {
 
 
 def arguments_of(keys: dict[str, object]) -> list[str]:
-  """Arguments of a command line that set config keys, except of layers that the model lacks."""
+  """Arguments of a command line that set config keys, except those that it would refuse.
+
+  These are keys of layers that the model lacks, and a second key of the batch size.
+  """
   arguments = {name: f"{name}={value}" for name, value in keys.items()}
-  for name in unused_keys(load_config([*arguments.values()], needs_data=False).model):
-    arguments.pop(name, None)  # a command refuses it
+  refused = unused_keys(load_config([*arguments.values()], needs_data=False).model)
+  if "global_batch_size" in keys:
+    refused |= {"per_device_batch_size"}
+  for name in refused:
+    arguments.pop(name, None)
   return [*arguments.values()]
 
 

@@ -54,7 +54,7 @@ def program_of(folder, **keys):
 @pytest.mark.parametrize(
   ("stored", "keys"),
   [
-    ("F16", {}),
+    slow("F16", {}),
     ("BF16", {}),
     ("F32", {"weight_dtype": "bfloat16"}),
     slow("F32", {}),

@@ -106,3 +106,11 @@ def test_a_plain_run_opens_no_file_of_phases_or_features(tmp_path):
   command = [sys.executable, "-c", PLAIN_RUN, *arguments]
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   assert done.stdout.splitlines()[-1] == ""
+
+
+def test_the_parts_of_a_step_have_names_in_traces():
+  program = build(config_of(decoder_block="mixtral", sparse_matmul="true", **mesh_keys("fsdp=8")))
+  text = program.lower(program.objectives[0]).as_text(debug_info=True)
+  names = ["route", "dispatch", "experts", "combine", "attention_all_gather"]
+  for name in (*names, "cross_entropy_chunk", "optimizer"):
+    assert f"/{name}/" in text, name

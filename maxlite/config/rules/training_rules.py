@@ -77,7 +77,7 @@ def parametrization(cfg: Config) -> Violations:
       [key, "decoder_block"],
       "mup has no rule for this family's embedding and norms; write parametrization=standard",
     )
-  has_fixed_scale = model.query_pre_attn_scalar or model.family.latent_attention
+  has_fixed_scale = model.query_pre_attn_scalar or model.family.reads("mla")
   if scaling.mup_base_head_dim and has_fixed_scale:
     yield Violation(
       ["mup_base_head_dim", "decoder_block"],

@@ -62,7 +62,9 @@ def solo_params(rate: float, seed: int, train: list[str] | None, num_steps: int)
   return params
 
 
-@pytest.mark.parametrize("train", [None, TRAIN], ids=["all", "some"])
+@pytest.mark.parametrize(
+  "train", [pytest.param(None, id="all", marks=pytest.mark.slow), pytest.param(TRAIN, id="some")]
+)
 @pytest.mark.parametrize(
   "strategy", ["stacked", slow("fused"), slow("submesh"), slow("switched"), slow("padded")]
 )

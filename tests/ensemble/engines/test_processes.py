@@ -195,6 +195,7 @@ def test_own_batches_and_states_of_another_engine():
     there.member_states(moved)
 
 
+@pytest.mark.slow  # workers/test_worker_pool.py has a limit of restarts among the default tests
 def test_a_worker_that_keeps_dying_is_an_error(monkeypatch):
   monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
   made = Ensemble.from_factory(f"{__name__}:make_only_here", strategy="processes", num_workers=1)

@@ -1,12 +1,18 @@
-"""Architecture rules, checked on the source: imports, banned calls and names."""
+"""Check the rules of the code that its source alone can answer: imports, banned calls and names.
+
+  python tools/check.py
+
+Prints what breaks a rule, a line each, and exits with 1 if there is any. Planted bugs whose code
+has changed are listed too, as warnings.
+"""
 
 import ast
 import collections
 import re
-from collections.abc import Iterator
+import runpy
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
@@ -79,10 +85,7 @@ class Syntax:
     return self._nodes[kind]
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, Syntax]:
-  """The syntax of all programs, which the tests only read."""
-  return {path: Syntax(path) for path in PROGRAMS}
+Trees = dict[Path, Syntax]
 
 
 def _place(path: Path, node: ast.AST) -> str:
@@ -107,7 +110,7 @@ def _imports(syntax: Syntax) -> Iterator[tuple[ast.AST, str]]:
     yield from ((node, f"{module}.{alias.name}") for alias in node.names)
 
 
-def test_imports_point_down(trees):
+def imports_point_down(trees: Trees) -> list[str]:
   wrong = []
   for path in SOURCES:
     for node, name in _imports(trees[path]):
@@ -115,10 +118,10 @@ def test_imports_point_down(trees):
       outside = parts[0] not in ("maxlite", "") or parts[1] in (_own(path), "__version__")
       if not outside and (parts[0] == "" or _row(parts[1]) >= _row(_own(path))):
         wrong.append(f"{_place(path, node)}: {name}")
-  assert not wrong
+  return wrong
 
 
-def test_folders_of_ensembles_import_down(trees):
+def folders_of_ensembles_import_down(trees: Trees) -> list[str]:
   folder = PACKAGE / "ensemble"
   row_of = {own: row for row, owners in enumerate(ROWS_OF_ENSEMBLE) for own in owners}
   wrong = []
@@ -130,10 +133,10 @@ def test_folders_of_ensembles_import_down(trees):
       other = name.split(".")[2]
       if other != own and row_of.get(other, len(ROWS_OF_ENSEMBLE)) >= row_of[own]:
         wrong.append(f"{_place(path, node)}: {name}")
-  assert not wrong
+  return wrong
 
 
-def test_only_training_and_later_rows_import_the_root_config(trees):
+def only_training_and_later_rows_import_the_root_config(trees: Trees) -> list[str]:
   wrong = []
   for path in SOURCES:
     if _row(_own(path)) >= _row("training"):
@@ -144,16 +147,16 @@ def test_only_training_and_later_rows_import_the_root_config(trees):
     for node in trees[path].nodes(ast.Attribute):
       if re.search(r"\b(schema|config)\.Config$", ast.unparse(node)):
         wrong.append(f"{_place(path, node)}: take a section, not schema.Config")
-  assert not wrong
+  return wrong
 
 
-def test_no_default_outside_the_schema(trees):
+def no_default_outside_the_schema(trees: Trees) -> list[str]:
   wrong = []
   for path in SOURCES:
     for node in trees[path].nodes(ast.Call):
       if re.match(r"getattr\([\w.]*(cfg|config)\w*, .*, ", ast.unparse(node)):
         wrong.append(_place(path, node))
-  assert not wrong
+  return wrong
 
 
 def _has_text(node: ast.AST) -> bool:
@@ -162,7 +165,7 @@ def _has_text(node: ast.AST) -> bool:
   return any(isinstance(constant.value, str) for constant in constants)
 
 
-def test_no_case_on_the_name_of_a_model(trees):
+def no_case_on_the_name_of_a_model(trees: Trees) -> list[str]:
   name_of_a_model = re.compile(r"(^|\.)(model_name|family|decoder_block)$")
   wrong = []
   for path in SOURCES:
@@ -170,13 +173,14 @@ def test_no_case_on_the_name_of_a_model(trees):
       sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
       if any(map(name_of_a_model.search, sides)) and _has_text(node):
         wrong.append(f"{_place(path, node)}: give the config a field, or the family a table")
-  assert not wrong
+  return wrong
 
 
-def test_the_tour_lists_files_after_those_they_import(trees):
+def the_tour_lists_files_after_those_they_import(trees: Trees) -> list[str]:
   core = re.findall(r"^#### `(maxlite/[\w/]+\.py)`", TOUR.read_text("utf-8"), re.MULTILINE)
-  assert len(core) == len(set(core)) > 20
-  assert not [path for path in core if not (ROOT / path).is_file()]
+  missing = [path for path in core if not (ROOT / path).is_file()]
+  if missing or len(core) != len(set(core)) or len(core) <= 20:
+    return [f"docs/tour.md: lists each file of the core path once; missing: {missing}"]
   early = []
   for number, path in enumerate(core):
     if path.endswith("/moe_block.py"):  # its steps follow it in the order of its calls
@@ -186,15 +190,15 @@ def test_the_tour_lists_files_after_those_they_import(trees):
       for module in (name, name.rpartition(".")[0]):
         imported.add(module.replace(".", "/") + ".py")
     early += [f"{path} before {later}" for later in core[number + 1 :] if later in imported]
-  assert not early
+  return early
 
 
-def test_no_file_is_a_catch_all():
+def no_file_is_a_catch_all(_: Trees) -> list[str]:
   names = re.compile(r"(.*_)?(utils?|common|helpers?|misc|old)")
-  assert not [path for path in PROGRAMS if names.fullmatch(path.stem)]
+  return [str(path.relative_to(ROOT)) for path in PROGRAMS if names.fullmatch(path.stem)]
 
 
-def test_private_modules_of_jax_and_of_orbax_are_imported_in_one_place_each(trees):
+def private_modules_of_jax_and_of_orbax_are_imported_in_one_place_each(trees: Trees) -> list[str]:
   private = re.compile(r"(jax|jaxlib|flax|orbax|optax)\b.*\._")
   wrong = []
   for path in SOURCES:
@@ -203,7 +207,7 @@ def test_private_modules_of_jax_and_of_orbax_are_imported_in_one_place_each(tree
     for node, name in _imports(trees[path]):
       if private.match(name):
         wrong.append(f"{_place(path, node)}: {name}")
-  assert not wrong
+  return wrong
 
 
 def _is_true(keyword: ast.keyword, name: str) -> bool:
@@ -222,7 +226,7 @@ def _dotted(function: ast.expr) -> str:
   return ".".join([function.id, *reversed(parts)])
 
 
-def test_no_unsafe_deserialization(trees):
+def no_unsafe_deserialization(trees: Trees) -> list[str]:
   wrong = []
   for path in PROGRAMS:
     for node, name in _imports(trees[path]):
@@ -232,10 +236,10 @@ def test_no_unsafe_deserialization(trees):
       unsafe = any(_is_true(keyword, "allow_pickle") for keyword in node.keywords)
       if unsafe or _dotted(node.func) in UNSAFE_CALLS:
         wrong.append(f"{_place(path, node)}: {ast.unparse(node.func)}")
-  assert not wrong
+  return wrong
 
 
-def test_check_vma_false_has_a_reason(trees):
+def check_vma_false_has_a_reason(trees: Trees) -> list[str]:
   wrong = []
   for path in PROGRAMS:
     lines = path.read_text("utf-8").splitlines()
@@ -244,15 +248,78 @@ def test_check_vma_false_has_a_reason(trees):
         here = lines[max(node.lineno - 2, 0) : node.lineno]
         if not any("#" in line for line in here):
           wrong.append(_place(path, node))
-  assert not wrong
+  return wrong
 
 
-def test_no_path_is_of_one_machine_or_leaves_the_repository():
+def no_path_is_of_one_machine_or_leaves_the_repository(_: Trees) -> list[str]:
   wrong = []
   for path in TEXTS:
     text = path.read_text("utf-8")
     depth = len(path.relative_to(ROOT).parts) - 1
-    wrong += [(path, p) for p in re.findall(r"(?<![\w.~}])/(?:home|root|work|Users)/\S+", text)]
+    found = re.findall(r"(?<![\w.~}])/(?:home|root|work|Users)/\S+", text)
     leaving = re.findall(r"(?<![\w.])((?:\.\./)+)[\w.-]", text)
-    wrong += [(path, up) for up in leaving if up.count("../") > depth]
-  assert not wrong
+    found += [up for up in leaving if up.count("../") > depth]
+    wrong += [f"{path.relative_to(ROOT)}: {part}" for part in found]
+  return wrong
+
+
+def tests_import_no_test_modules(trees: Trees) -> list[str]:
+  wrong = []
+  for path in _found("tests"):
+    for node, name in _imports(trees[path]):
+      if re.search(r"(^|\.)test_\w+", name):
+        wrong.append(f"{_place(path, node)}: {name}: move what is shared to tests/support")
+  return wrong
+
+
+def every_page_is_in_the_index_of_the_docs(_: Trees) -> list[str]:
+  docs = ROOT / "docs"
+  listed = re.findall(r"\]\(((?:measurements/)?\w+\.md)\)", (docs / "README.md").read_text("utf-8"))
+  pages = [path for path in docs.rglob("*.md") if path.name != "README.md"]
+  return sorted({str(path.relative_to(docs)) for path in pages} ^ set(listed))
+
+
+def the_walkthrough_shows_the_code_as_it_is(_: Trees) -> list[str]:
+  tool = runpy.run_path(str(ROOT / "tools" / "inspect" / "walkthrough.py"))
+  page = tool["PAGE"].read_text("utf-8")
+  try:
+    is_stale = tool["refreshed"](page) != page
+  except tool["StaleMarkerError"] as error:
+    return [f"docs/walkthrough.md: {error}"]
+  return [f"docs/walkthrough.md: run {tool['COMMAND']}"] if is_stale else []
+
+
+RULES: tuple[Callable[[Trees], list[str]], ...] = (
+  imports_point_down,
+  folders_of_ensembles_import_down,
+  only_training_and_later_rows_import_the_root_config,
+  no_default_outside_the_schema,
+  no_case_on_the_name_of_a_model,
+  the_tour_lists_files_after_those_they_import,
+  no_file_is_a_catch_all,
+  private_modules_of_jax_and_of_orbax_are_imported_in_one_place_each,
+  no_unsafe_deserialization,
+  check_vma_false_has_a_reason,
+  no_path_is_of_one_machine_or_leaves_the_repository,
+  tests_import_no_test_modules,
+  every_page_is_in_the_index_of_the_docs,
+  the_walkthrough_shows_the_code_as_it_is,
+)
+
+
+def main() -> int:
+  trees = {path: Syntax(path) for path in PROGRAMS}
+  num_wrong = 0
+  for rule in RULES:
+    wrong = rule(trees)
+    num_wrong += len(wrong)
+    for place in wrong:
+      print(f"{rule.__name__.replace('_', ' ')}: {place}")
+  mutants = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))
+  for name, reason in mutants["stale_mutants"](mutants["read_mutants"]()).items():
+    print(f"warning: the mutant {name} is stale: {reason}")
+  return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
