@@ -25,6 +25,7 @@ from support.ensemble_runs import (
   rows_of,
   start,
 )
+from support.host_runs import arguments_of
 from support.slow_cases import slow
 from support.tiny import KEYS, compilations, traces
 from support.tiny_run import Output
@@ -361,7 +362,7 @@ def test_members_may_read_separate_batches(root, data, capsys):
 
 @pytest.mark.slow
 def test_worker_processes_equal_one_process(root, tmp_path):
-  words = [f"{name}={value}" for name, value in (KEYS | TINY).items()]
+  words = arguments_of(KEYS | TINY)
   words += [f"base_output_directory={tmp_path}", "run_name=ens", "jax_cache_dir="]
   command = [sys.executable, "-m", "maxlite.train", *words, f"members=[{ALIKE}]"]
   env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
