@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = {
   "Batch": "maxlite.data.batch",
   "Callback": "maxlite.training.callbacks",

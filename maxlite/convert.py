@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from maxlite.config import load_config
-from maxlite.config.argument_mistakes import check_arguments
+from maxlite.config.command_line import check_arguments
 from maxlite.config.help_text import help_text
 from maxlite.errors import UserError, exit_on_user_error, prepare_process
 from maxlite.runs.saved_run import config_of_run

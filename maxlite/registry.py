@@ -10,6 +10,7 @@ import dataclasses
 import pkgutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from maxlite.errors import UserError
@@ -23,6 +24,13 @@ class Entry:
   """An implementation: the object itself, or "module:attribute"."""
 
   implementation: Implementation
+
+
+def imported(implementation: Implementation) -> Implementation:
+  """The object itself, or what "module:attribute" names."""
+  if isinstance(implementation, str):
+    return pkgutil.resolve_name(implementation)
+  return implementation
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -44,10 +52,7 @@ class Registry(MutableMapping[str, Implementation], Generic[EntryT]):
       self[name] = entry
 
   def __getitem__(self, name: str) -> Implementation:
-    implementation = self._entries[name].implementation
-    if isinstance(implementation, str):
-      return pkgutil.resolve_name(implementation)
-    return implementation
+    return imported(self._entries[name].implementation)
 
   def __setitem__(self, name: str, entry: Implementation) -> None:
     if isinstance(entry, self._entry_type):
@@ -86,25 +91,22 @@ def with_auto(registry: Registry[EntryT]) -> Mapping[str, Implementation]:
 def resolve_backend(
   key: str,
   backends: Registry[Entry],
-  auto: Mapping[str, Sequence[str]],
+  auto: Sequence[str],
   name: str,
-  platform: str,
   supports: Callable[[Implementation], bool],
 ) -> str:
-  """The name of the entry of `backends` that `name` selects on `platform` (`cpu`, `gpu`, `tpu`).
+  """The name of the entry of `backends` that `name` selects.
 
   Args:
     key: the config key that selects the backend, for the error message.
-    auto: the names among which "auto" chooses, by platform and for "other". Only they are imported,
-      because some need another platform's packages.
-    supports: whether a backend supports the call. "auto" chooses the first that does.
+    auto: the names of which "auto" chooses the first that supports the call; the last one does.
+    supports: whether an entry supports the call.
 
   Raises:
     UserError: there is no such backend.
   """
   if name == "auto":
-    candidates = auto.get(platform, auto["other"])
-    return next(candidate for candidate in candidates if supports(backends[candidate]))
+    return next(candidate for candidate in auto if supports(backends[candidate]))
   if name not in backends:
     known = ", ".join(backends)
     raise UserError(f"{key}={name!r} is not a backend; choose auto or one of: {known}")
@@ -177,6 +179,29 @@ SOURCES = Registry(
     also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
   ),
 )
+
+
+def other_dataset_type(file: str, dataset_type: str) -> str:
+  """The dataset_type whose format a file has, if `dataset_type` does not read it; else empty.
+
+  Args:
+    file: its name or path; only its suffixes matter.
+    dataset_type: a name of SOURCES. A source without suffixes may read any file.
+  """
+  path = PurePosixPath(file)
+  suffix = path.suffix
+  if suffix in (".gz", ".zst"):
+    suffix = PurePosixPath(path.stem).suffix + suffix
+  source = SOURCES.entry(dataset_type)
+  readable = (*source.suffixes, *source.also_reads)
+  if not readable or suffix in readable:
+    return ""
+  for other, entry in SOURCES.entries().items():
+    if suffix in entry.suffixes:
+      return other
+  return ""
+
+
 # packing_strategy -> (Tokens, row length, seed of the order or None) -> PackedRows
 PACKING_STRATEGIES = Registry(
   Entry,
@@ -305,31 +330,24 @@ DISPATCHES = Registry(
 )
 
 
-# attention -> AttentionBackend; see kernels/attention/backend.py.
+# attention -> AttentionBackend.
 ATTENTION_BACKENDS = Registry(
   Entry,
-  reference="maxlite.kernels.attention.reference:BACKEND",
-  chunked="maxlite.kernels.attention.chunked:BACKEND",
-  dot_product="maxlite.kernels.attention.dot_product:BACKEND",
-  splash="maxlite.kernels.attention.splash:BACKEND",
-  cudnn="maxlite.kernels.attention.dot_product:CUDNN",
-  tokamax="maxlite.kernels.attention.tokamax:BACKEND",
+  reference="maxlite.kernels.attention.backend:REFERENCE",
+  chunked="maxlite.kernels.attention.backend:CHUNKED",
+  dot_product="maxlite.kernels.attention.backend:DOT_PRODUCT",
+  splash="maxlite.kernels.attention.backend:SPLASH",
+  cudnn="maxlite.kernels.attention.backend:CUDNN",
+  tokamax="maxlite.kernels.attention.backend:TOKAMAX",
 )
-# grouped_matmul -> GroupedMatmulBackend; see kernels/grouped_matmul/backend.py.
+# grouped_matmul -> GroupedMatmulBackend.
 GROUPED_MATMUL_BACKENDS = Registry(
   Entry,
-  reference="maxlite.kernels.grouped_matmul.reference:BACKEND",
-  tiled="maxlite.kernels.grouped_matmul.tiled:BACKEND",
-  megablox="maxlite.kernels.grouped_matmul.megablox:BACKEND",
-  ragged_dot="maxlite.kernels.grouped_matmul.ragged_dot:BACKEND",
-  mosaic_gpu="maxlite.kernels.grouped_matmul.mosaic_gpu:BACKEND",
-)
-# Whole feed-forward networks for backends of grouped_matmul that have one -> GroupedMlpBackend; see
-# kernels/grouped_mlp/backend.py. Other backends compute the products one after the other.
-GROUPED_MLP_BACKENDS = Registry(
-  Entry,
-  tiled="maxlite.kernels.grouped_mlp.tiled:BACKEND",
-  megablox="maxlite.kernels.grouped_mlp.megablox_mlp:BACKEND",
+  reference="maxlite.kernels.grouped_matmul.backend:REFERENCE",
+  tiled="maxlite.kernels.grouped_matmul.backend:TILED",
+  megablox="maxlite.kernels.grouped_matmul.backend:MEGABLOX",
+  ragged_dot="maxlite.kernels.grouped_matmul.backend:RAGGED_DOT",
+  mosaic_gpu="maxlite.kernels.grouped_matmul.backend:MOSAIC_GPU",
 )
 
 

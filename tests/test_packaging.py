@@ -57,3 +57,7 @@ def test_a_script_beside_a_clone_imports_the_package(kind, tmp_path):
   configs = found.parents[1 if in_clone else 0] / "configs"
   written = {path.relative_to(configs) for path in configs.rglob("*.*")}
   assert written == {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.*")}
+  data = [path.relative_to(ROOT / "maxlite") for path in (ROOT / "maxlite").rglob("*.*")]
+  data = [path for path in data if path.suffix not in (".py", ".pyc")]
+  assert Path("config/maxtext/keys.yml") in data
+  assert [path for path in data if not (found.parent / path).is_file()] == []

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlite import Callback
-from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.model_families import MODELS, AttentionForm, ModelFamily, MoeForm
 from maxlite.layers.moe.expert_choice import topk_softmax
 from maxlite.registry import CALLBACKS, PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
 from maxlite.training.loss import NEXT_TOKEN, next_token
@@ -46,7 +46,7 @@ class Norms(Callback):
       file.write(json.dumps({"step": row["step"], "grad_norm": row["grad_norm"]}) + "\n")
 
 
-MODELS["sandwich"] = ModelFamily(is_moe=True, post_norms=True, qk_norm="head")
+MODELS["sandwich"] = ModelFamily(AttentionForm(qk_norm="head"), MoeForm(), post_norms=True)
 PLAIN_ROUTERS["sqrt_softmax"] = sqrt_softmax
 SCHEDULES["inverse_sqrt"] = inverse_sqrt
 TOKEN_LOSSES["confident"] = dataclasses.replace(NEXT_TOKEN, sums=confident)

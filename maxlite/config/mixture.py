@@ -8,14 +8,13 @@ from typing import NamedTuple
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, Config, DataConfig, entry_keys
-from maxlite.config.schema.entries import MixtureEntry
+from maxlite.config.schema.entries import SOURCE_FORM, MixtureEntry
 from maxlite.config.values import parse_entry
 from maxlite.errors import UserError
 from maxlite.registry import SOURCES
 
 _WEIGHT_KEYS = ("name", "weight", "from_step")  # the keys of the later entries of a source
 _NAME = re.compile(r"\w[\w.-]*")
-_FORM = "write {name: NAME, path: [FILES], weight: 1}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,9 @@ def mixture_of(data: DataConfig) -> tuple[MixtureSource, ...]:
     source = raw.located(f"dataset_mixture[{n}]")
     name = raw.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-      raise UserError(f"{source}: has no name of letters, digits, '.', '_' and '-'; {_FORM}")
+      raise UserError(
+        f"{source}: has no name of letters, digits, '.', '_' and '-'; write {SOURCE_FORM}"
+      )
     of_source = dataclasses.replace(data, dataset_mixture=())
     entry = parse_entry(MixtureEntry, raw, f"{source}: {name}", data=of_source)
     written.setdefault(name, []).append(_Written(entry, raw, source))
@@ -99,7 +100,7 @@ def _source(entries: Sequence[_Written]) -> MixtureSource:
         "from_step"
       )
   if "path" not in first.raw:
-    raise first.error(f"has no path; {_FORM}")
+    raise first.error(f"has no path; write {SOURCE_FORM}")
   weights = {each.entry.from_step: each.entry.weight for each in entries}
   if len(weights) < len(entries):
     raise entries[-1].error("has two weights from one step; write another from_step")

@@ -1,69 +1,96 @@
-"""The MODELS table: what distinguishes the decoder layers of each model family."""
+"""The MODELS table: what distinguishes the decoder layers of each model family.
+
+A family is data. With a config it determines the layers of a model (layer_stacks.py): the `layout`
+decides which mixer and which feed-forward each layer has, and the forms are what no key sets.
+"""
 
 import dataclasses
+from typing import Literal
+
+Section = Literal["mla", "gdn", "cycle"]  # sections of ModelConfig that only some layouts read
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForm:
+  """Grouped-query attention (layers/attention.py)."""
+
+  qk_norm: Literal["", "head", "projection"] = ""  # RMSNorm of queries and keys, and over what
+  qkv_bias: bool = False
+  out_bias: bool = False  # the output projection has a bias
+  gated_output: bool = False  # the heads' outputs are multiplied by sigmoid of a projection
+  sinks: bool = False  # a learned attention sink per query head
+  value_norm: bool = False  # RMSNorm of values per head, without a scale
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeForm:
+  """A mixture of experts (layers/moe/moe_block.py)."""
+
+  router_bias: bool = False
+  # The router normalises the residual stream by itself and scales each channel; the weight of each
+  # expert is scaled too.
+  scaled_router: bool = False
+  gated_shared_expert: bool = False  # multiplied by sigmoid of one number per token
+  beside_mlp: bool = False  # an MLP in every MoE layer, whose output is added to the experts'
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-  """Structure of a family's decoder layers that no config key sets (models/decoder_layer.py)."""
+  """Structure of a family's layers that no config key sets."""
 
-  is_moe: bool = False  # MoE layers, except those that the config makes dense
-  latent_attention: bool = False  # multi-head latent attention (layers/mla.py)
-  qk_norm: str = ""  # RMSNorm of queries and keys: "head" per head, "projection" over all heads
-  qkv_bias: bool = False
-  out_bias: bool = False  # attention's output projection has a bias
-  router_bias: bool = False
-  gated_output: bool = False  # attention's output is multiplied by sigmoid of a projection
-  gated_shared_expert: bool = False  # so is the shared expert's, by one number per token
-  gated_delta_layers: bool = False  # all layers but every n-th have no attention
-  sinks: bool = False  # a learned attention sink per query head
-  zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
-  pre_norms: bool = True  # normalise the inputs of attention and MLP
-  post_norms: bool = False  # normalise the outputs of attention and MLP
-  scaled_embedding: bool = False  # multiply embeddings by sqrt(base_emb_dim)
+  attention: AttentionForm = AttentionForm()
+  moe: MoeForm | None = None  # MoE layers, except those that the config makes dense
+  layout: str = "uniform"  # which layers there are, and in which stacks: see layer_stacks.LAYOUTS
+  sections: tuple[Section, ...] = ()  # what the layout reads
   # Every n-th layer attends globally. The others attend within sliding_window_size and use
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
   global_rope: bool = True  # whether layers that attend globally have a rotary embedding
-  # Every inhomogeneous_layer_cycle_interval-th layer attends globally, as above; its sizes may be
-  # others than those of the local layers (schema/model_config.py, CycleConfig).
-  layer_cycles: bool = False
-  value_norm: bool = False  # RMSNorm of values per head, without a scale
-  mlp_beside_experts: bool = False  # an MLP in every MoE layer, whose output is added to theirs
-  # The router normalises the residual stream by itself and scales each channel; the weight of each
-  # expert is scaled too.
-  scaled_router: bool = False
+  pre_norms: bool = True  # normalise the inputs of mixer and feed-forward
+  post_norms: bool = False  # normalise their outputs
+  zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
+  scaled_embedding: bool = False  # multiply embeddings by sqrt(base_emb_dim)
   layer_scale: bool = False  # multiply a layer's output by a number that is not trained
 
+  @property
+  def is_moe(self) -> bool:
+    return self.moe is not None
 
-_OLMO2 = ModelFamily(qk_norm="projection", pre_norms=False, post_norms=True)
-_EXAONE4 = ModelFamily(qk_norm="head", pre_norms=False, post_norms=True)
+  def reads(self, section: Section) -> bool:
+    """Whether its layers are described by this section of ModelConfig."""
+    return section in self.sections
+
+
+_HEAD_NORM = AttentionForm(qk_norm="head")
+_PROJECTION_NORM = AttentionForm(qk_norm="projection")
+_QKV_BIAS = AttentionForm(qkv_bias=True)
+_OLMO2 = ModelFamily(_PROJECTION_NORM, pre_norms=False, post_norms=True)
+_EXAONE4 = ModelFamily(_HEAD_NORM, pre_norms=False, post_norms=True)
 _GEMMA2 = ModelFamily(
   zero_centred_norms=True, post_norms=True, scaled_embedding=True, global_layer_every=2
 )
 _QWEN3_NEXT = ModelFamily(
-  is_moe=True,
-  qk_norm="head",
+  AttentionForm(qk_norm="head", gated_output=True),
+  MoeForm(gated_shared_expert=True),
+  layout="gated_delta",
+  sections=("gdn",),
   zero_centred_norms=True,
-  gated_output=True,
-  gated_shared_expert=True,
-  gated_delta_layers=True,
 )
 _GEMMA4 = ModelFamily(
-  qk_norm="head",
-  value_norm=True,
+  AttentionForm(qk_norm="head", value_norm=True),
+  layout="cycles",
+  sections=("cycle",),
   post_norms=True,
   scaled_embedding=True,
-  layer_cycles=True,
   layer_scale=True,
 )
 MODELS: dict[str, ModelFamily] = {
   # Touvron et al., LLaMA (2023), section 2.2; Llama 2 (2023) for grouped queries.
   "llama": ModelFamily(),
   # Qwen2 Technical Report (2024), section 2.2.1; also Qwen2.5.
-  "qwen2": ModelFamily(qkv_bias=True),
+  "qwen2": ModelFamily(_QKV_BIAS),
   # Qwen3 Technical Report (2025), section 2.
-  "qwen3": ModelFamily(qk_norm="head"),
+  "qwen3": ModelFamily(_HEAD_NORM),
   # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.
   "smollm3": ModelFamily(global_layer_every=4, global_rope=False),
   # OLMo Team, 2 OLMo 2 Furious (2024), section 2.1.
@@ -76,35 +103,35 @@ MODELS: dict[str, ModelFamily] = {
   # Gemma (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
   # Qwen3.5 (2026), dense.
-  "qwen3_5": dataclasses.replace(_QWEN3_NEXT, is_moe=False, gated_shared_expert=False),
+  "qwen3_5": dataclasses.replace(_QWEN3_NEXT, moe=None),
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.
-  "gemma3": dataclasses.replace(_GEMMA2, qk_norm="head", global_layer_every=6),
+  "gemma3": dataclasses.replace(_GEMMA2, attention=_HEAD_NORM, global_layer_every=6),
   # The configuration and code published with Gemma 4 (2026), dense.
   "gemma4": _GEMMA4,
   # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
-  "mixtral": ModelFamily(is_moe=True),
+  "mixtral": ModelFamily(moe=MoeForm()),
   # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
-  "deepseek": ModelFamily(is_moe=True, latent_attention=True),
+  "deepseek": ModelFamily(moe=MoeForm(), layout="latent", sections=("mla",)),
   # Qwen2 Technical Report (2024), section 2.2.2; also Qwen1.5-MoE.
-  "qwen2_moe": ModelFamily(is_moe=True, qkv_bias=True, gated_shared_expert=True),
+  "qwen2_moe": ModelFamily(_QKV_BIAS, MoeForm(gated_shared_expert=True)),
   # Qwen3 Technical Report (2025), section 2; also dots.llm1.
-  "qwen3_moe": ModelFamily(is_moe=True, qk_norm="head"),
+  "qwen3_moe": ModelFamily(_HEAD_NORM, MoeForm()),
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
-  "glm4_moe": ModelFamily(is_moe=True, qkv_bias=True, qk_norm="head"),
-  "glm4_moe_air": ModelFamily(is_moe=True, qkv_bias=True),
+  "glm4_moe": ModelFamily(AttentionForm(qk_norm="head", qkv_bias=True), MoeForm()),
+  "glm4_moe_air": ModelFamily(_QKV_BIAS, MoeForm()),
   # Qwen3-Next (2025), and Qwen3.5 (2026).
   "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_moe": _QWEN3_NEXT,
   # Gemma 4 26B-A4B (2026).
-  "gemma4_moe": dataclasses.replace(
-    _GEMMA4, is_moe=True, mlp_beside_experts=True, scaled_router=True
-  ),
+  "gemma4_moe": dataclasses.replace(_GEMMA4, moe=MoeForm(scaled_router=True, beside_mlp=True)),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
-  "olmoe": ModelFamily(is_moe=True, qk_norm="projection"),
+  "olmoe": ModelFamily(_PROJECTION_NORM, MoeForm()),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.
   "gpt_oss": ModelFamily(
-    is_moe=True, qkv_bias=True, out_bias=True, router_bias=True, sinks=True, global_layer_every=2
+    AttentionForm(qkv_bias=True, out_bias=True, sinks=True),
+    MoeForm(router_bias=True),
+    global_layer_every=2,
   ),
 }

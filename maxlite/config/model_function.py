@@ -63,29 +63,24 @@ def sealed_keys(cfg: ModelConfig) -> dict[str, Json]:
 
 def unused_keys(cfg: ModelConfig) -> set[str]:
   """The keys of layers that the family does not have."""
-  model = cfg.family
+  family = cfg.family
   unused = set()
-  if not model.is_moe:
+  if not family.is_moe:
     unused |= set(flatten(cfg.moe))
-  elif not _has_dense_mlp(cfg):
+  elif not cfg.has_dense_mlp:
     unused |= {"base_mlp_dim"}
+  if not cfg.moe.mlp_only_layers:
+    unused |= {"mlp_only_layers"}
   if cfg.moe.router not in GROUP_ROUTERS:
     unused |= {"n_routing_groups", "topk_routing_group"}
-  if model.latent_attention:
+  if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
   else:
     unused |= set(flatten(cfg.mla))
-  if not model.gated_delta_layers:
+  if not family.reads("gdn"):
     unused |= set(flatten(cfg.gdn))
-  if not model.layer_cycles:
+  if not family.reads("cycle"):
     unused |= set(flatten(cfg.cycle))
-  if not model.gated_delta_layers and not model.layer_cycles:
+  if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
   return unused
-
-
-def _has_dense_mlp(cfg: ModelConfig) -> bool:
-  """Whether any layer of a mixture has an MLP."""
-  if cfg.family.mlp_beside_experts:
-    return True
-  return cfg.moe.first_num_dense_layers > 0 or cfg.moe.interleave_moe_layer_step > 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from maxlite.config.config_field import KeyValue
 from maxlite.config.model_function import ADDED_MODULES, function_keys
-from maxlite.config.raw_values import Raw, show
+from maxlite.config.python_values import to_raw
+from maxlite.config.raw_values import show
 from maxlite.config.saved import read_values
 from maxlite.config.schema import KEYS, LoraConfig, ModelConfig, build, flatten
 from maxlite.config.values import Setting, show_key
@@ -148,13 +149,4 @@ def start_settings(settings: list[Setting], defaults: Mapping[str, KeyValue]) ->
     return []  # reported as mistakes of these keys
   source = path_of_start(values)
   start = start_values(values)
-  return [Setting(name, _raw(value), source) for name, value in start.items()]
-
-
-def _raw(value: KeyValue) -> Raw:
-  """A typed value as it would be read from a file."""
-  if isinstance(value, tuple):
-    return tuple(map(_raw, value))
-  if isinstance(value, bool):
-    return str(value).lower()
-  return str(value)
+  return [Setting(name, to_raw(value), source) for name, value in start.items()]

@@ -12,14 +12,12 @@ from typing import NamedTuple
 from maxlite.config.config_field import ConfigField
 from maxlite.config.members import MEMBER_KEYS, members_of
 from maxlite.config.raw_values import FrozenMapping, Raw
-from maxlite.config.schema import Config, OptimizerConfig, entry_keys
-from maxlite.config.schema.entries import SearchEntry
+from maxlite.config.schema import Config, OptimizerConfig
+from maxlite.config.schema.entries import SEARCH_FORM, SearchEntry
 from maxlite.config.sweep import draw_rule, require_few_members
 from maxlite.config.values import Setting, parse, parse_as, parse_entry, suggest
 from maxlite.errors import UserError
 from maxlite.registry import OPTIMIZERS, SAMPLERS
-
-_EXAMPLE = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
 
 
 class Dimension(NamedTuple):
@@ -43,13 +41,10 @@ class Search(NamedTuple):
 def search_of(raw: FrozenMapping) -> Search:
   """Parse the key; raise UserError if an entry is missing or unknown, or a value is wrong."""
   source = raw.located("search")
-  required = {name for name, key in entry_keys(SearchEntry).items() if key.field.required}
-  if not required <= set(raw) <= entry_keys(SearchEntry).keys():
-    raise UserError(f"{source}: has {', '.join(raw)}; write {_EXAMPLE}")
   search = parse_entry(SearchEntry, raw, source)
   require_few_members(search.rounds * search.num_members, source)
   if not search.space:
-    raise Setting("space", search.space, source).error(f"has no keys; write {_EXAMPLE}")
+    raise Setting("space", search.space, source).error(f"has no keys; write {SEARCH_FORM}")
   place = f"{source}.space"
   space = tuple(_dimension(Setting(key, rule, place)) for key, rule in search.space.items())
   return Search(search.sampler, search.rounds, search.num_members, search.seed, space)

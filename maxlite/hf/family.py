@@ -271,7 +271,7 @@ class HfFamily:
     keys.update(self.ours)
     if self.mtp:
       keys["mtp_num_layers"] = _mtp_num_layers(hf, self.mtp)
-    if keys.get("mscale") and not model.latent_attention:  # which alone scales the scores by it
+    if keys.get("mscale") and not model.reads("mla"):  # which alone scales the scores by it
       keys["mscale"] = 0.0
       keys["rope_attention_factor"] = keys["rope_attention_factor"] or 1.0
     if keys["partial_rotary_factor"] != 1 and not self.partial_rotary:
@@ -320,7 +320,7 @@ class HfFamily:
   @property
   def _attention_bias(self) -> bool:
     if self.attention_bias is None:
-      return MODELS[self.decoder_block].out_bias
+      return MODELS[self.decoder_block].attention.out_bias
     return self.attention_bias
 
   def _layer_types(self, num_layers: int) -> list[str]:

@@ -258,7 +258,7 @@ def rope_to_hf(cfg: ModelConfig) -> JsonObject:
   kind = types.get(rope.rope_type, rope.rope_type)
   scaling = {"rope_type": kind, **write_keys(ROPE_KEYS[kind], flatten(rope))}
   scaling |= ROPE_REQUIRED.get(kind, {})
-  if scaling.pop("mscale", 0.0) and cfg.family.latent_attention:
+  if scaling.pop("mscale", 0.0) and cfg.family.reads("mla"):
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}
   if scaling.get("attention_factor") is None:
     scaling.pop("attention_factor", None)

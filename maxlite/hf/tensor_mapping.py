@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, split_range
+from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily, TensorRule
@@ -188,29 +189,15 @@ class LayerPlace(NamedTuple):
 
 def layers(cfg: ModelConfig) -> list[LayerPlace]:
   """Return the place of each layer, in the order of the forward pass."""
-  num_dense, step = cfg.layer_plan
-  names = [""]
-  if step > 1:
-    names = [f"/{kind.name}" for kind in cfg.layer_unit]
-  numbers = range(cfg.base_num_decoder_layers)
-  first_shared = cfg.base_num_decoder_layers - step * cfg.num_kv_shared_units
-  places = _stack_places(cfg, "dense_layers", "", numbers[:num_dense])
-  for i, name in enumerate(names):
-    places += _stack_places(cfg, "layers", name, numbers[num_dense + i : first_shared : step])
-    places += _stack_places(cfg, "kv_shared_layers", name, numbers[first_shared + i :: step])
-  return sorted(places)
-
-
-def _stack_places(
-  cfg: ModelConfig, stack: str, name: str, numbers: Sequence[int]
-) -> list[LayerPlace]:
-  """Return the places of the layers `numbers`, which are the modules `name` of a stack's units."""
-  places = []
-  for i, number in enumerate(numbers):
-    if cfg.scan_layers:
-      places.append(LayerPlace(number, f"{stack}{name}", (i,)))
-    else:
-      places.append(LayerPlace(number, f"{stack}_{i}{name}", ()))
+  places: list[LayerPlace] = []
+  for stack in layer_stacks(cfg):
+    for i in range(len(stack.layers)):
+      unit, module = divmod(i, stack.unit_size)
+      name = f"/{stack.unit[module]}" if stack.unit else ""
+      if cfg.scan_layers:
+        places.append(LayerPlace(len(places), f"{stack.name}{name}", (unit,)))
+      else:
+        places.append(LayerPlace(len(places), f"{stack.name}_{unit}{name}", ()))
   return places
 
 

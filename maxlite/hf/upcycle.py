@@ -36,6 +36,7 @@ KEYS = {
   "shared_experts": 0,
   "first_num_dense_layers": 0,
   "interleave_moe_layer_step": 1,
+  "mlp_only_layers": (),
   "expert_bias": False,
   "mlp_activations_limit": 0.0,
 }

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.inference.sampling import BatchSamplingParams, Drafts, propose, propose_in_turn
@@ -336,7 +337,7 @@ def max_num_drafts(cfg: ModelConfig) -> int:
 
   Models with recurrent layers propose none, since drafts cannot be taken back from their states.
   """
-  if cfg.num_recurrent_layers:
+  if has_recurrence(cfg):
     return 0
   return cfg.num_draft_heads + cfg.mtp_num_layers
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 
 from maxlite.config import Config
+from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.schema import ModelConfig
 from maxlite.data.sources.chat_template import Message
 from maxlite.errors import UserError, escape_controls, exit_on_user_error, write_line
@@ -193,7 +194,7 @@ def build_engine(
 
 def _draft_limit(model: ModelConfig) -> str:
   """The reason, in an error message, why the model cannot propose more tokens."""
-  if model.num_recurrent_layers:
+  if has_recurrence(model):
     return "cannot be proposed, since drafts cannot be taken back from a recurrent state"
   if model.mtp_num_layers:
     return f"exceeds mtp_num_layers={model.mtp_num_layers}, and each layer proposes one token"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
+from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.layers.lora import merge_lora
@@ -16,8 +17,6 @@ from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 
-# Parameters of the layers that a decoder scans over.
-STACKS = ("dense_layers", "layers", "kv_shared_layers")
 NOT_TRANSPOSED = ("kv_up", "router", "unembed", "draft_head")  # with readers other than `Linear`
 
 
@@ -65,7 +64,7 @@ def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
     params = merge_lora(params, cfg.lora.lora_alpha)
   params = _cast_matrices(cfg, params)
   if cfg.scan_layers:
-    params = _unstack(params)
+    params = _unstack(cfg, params)
   if _transposes_kernels(cfg):
     params = _transpose(params)
   return params
@@ -74,11 +73,12 @@ def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
 def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
   """Cast the matrices of all modules except the router to the activation dtype."""
   dtype = jnp.dtype(cfg.dtype)
+  stacks = {stack.name for stack in layer_stacks(cfg)}
 
   def cast(key_path: KeyPath, leaf: jax.Array) -> jax.Array:
     names = path_of(key_path).split("/")
     num_axes = leaf.ndim
-    if cfg.scan_layers and names[0] in STACKS:
+    if cfg.scan_layers and names[0] in stacks:
       num_axes -= 1
     if num_axes <= 1 or "bias" in names[-1] or "router" in names:
       return leaf
@@ -87,14 +87,15 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def _unstack(params: PyTree) -> PyTree:
+def _unstack(cfg: ModelConfig, params: PyTree) -> PyTree:
   """Parameters of scanned layers as those of separate layers."""
+  stacks = [stack.name for stack in layer_stacks(cfg)]
   unstacked: dict[str, PyTree] = {}
   for name, module in params.items():
-    if name not in STACKS:
+    if name not in stacks:
       unstacked[name] = module
-  for name in STACKS:
-    leaves, structure = jax.tree.flatten(params.get(name, {}))
+  for name in stacks:
+    leaves, structure = jax.tree.flatten(params[name])
     leaves_by_layer = zip(*map(jnp.unstack, leaves), strict=True)
     for index, layer in enumerate(leaves_by_layer):
       unstacked[f"{name}_{index}"] = jax.tree.unflatten(structure, layer)

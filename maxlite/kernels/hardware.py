@@ -1,8 +1,10 @@
 """The devices of a mesh, as far as the choice of kernels depends on them."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:  # the entries of backends are read without JAX
+  import jax
 
 # Compute capabilities of generations of NVIDIA GPUs.
 AMPERE = 8.0
@@ -22,14 +24,16 @@ class Hardware:
   is_attached: bool = True
 
 
-def hardware_of(device: jax.Device) -> Hardware:
+def hardware_of(device: "jax.Device") -> Hardware:
   """The hardware of a device, which may be absent."""
   if device.platform not in ("gpu", "cuda", "rocm"):
     return Hardware(device.platform)
+  import jax
+
   return Hardware("gpu", _compute_capability(device), is_attached=device in jax.devices())
 
 
-def _compute_capability(device: jax.Device) -> float:
+def _compute_capability(device: "jax.Device") -> float:
   """The compute capability of an NVIDIA GPU; 0 for other GPUs."""
   # A library that the device is read through may not have the attribute.
   stated = getattr(device, "compute_capability", "")

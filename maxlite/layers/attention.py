@@ -1,5 +1,6 @@
 """Grouped-query self-attention over packed rows."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,12 +8,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.layer_specs import AttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.keys_values import CachedKeysValues, KeysValues, RowKeysValues
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
-from maxlite.layers.norm import RMSNorm
+from maxlite.layers.norm import build_norm
 from maxlite.layers.partitioned import partitioned
 from maxlite.layers.rope import RopeTables, apply_rope, scale_queries, score_factor
 from maxlite.layers.sharded_attention import attend
@@ -27,56 +30,46 @@ class _Window(NamedTuple):
 
   size: int  # Positions that a query attends, including its own; 0: all.
   # Whether `size` applies, where scanned layers differ in it; None: it does.
-  is_local: jax.Array | None
+  applies: jax.Array | None = None
 
 
 class Attention(nn.Module):
   """Causal attention within each segment of packed rows.
 
-  Returns (y_BTD, the keys and values that it attended to). If those of another layer are given, it
+  Returns (y_BTD, the keys and values that it attended to). If it `reads` those of another layer, it
   projects none and stores none in the cache.
 
-  Query heads share the key/value heads in equal groups. The family's `qk_norm` applies RMSNorm to
-  queries and keys before the rotary embedding: per `head`, or over the whole `projection`. The
-  family's `sinks` are a parameter per head, one more score whose value is zero. With its
+  Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies
+  RMSNorm to queries and keys before the rotary embedding: per `head`, or over the whole
+  `projection`. Its `sinks` are a parameter per head, one more score whose value is zero. With its
   `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. Its
-  `value_norm` is an RMSNorm of the values without a scale. With cfg.cycle.share_kv_projections, the
-  values are the projected keys. For the soft cap and the window see kernels/attention/api.py.
+  `value_norm` is an RMSNorm of the values without a scale. For the soft cap and the window see
+  kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
 
   cfg: ModelConfig
   sharder: Sharder
+  spec: AttentionSpec
   linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: RopeTables,
-    is_local: bool | jax.Array | None = None,
-    query_scale_BT: jax.Array | None = None,
-    keys_values: KeysValues | None = None,
-  ) -> tuple[jax.Array, KeysValues]:
-    """Attend from each position.
-
-    Args:
-      is_local: whether `sliding_window_size` applies (None: it does); may be traced.
-      keys_values: those of another layer; None: the layer has its own.
-    """
-    num_heads = self.cfg.base_num_query_heads
-    cos_BTC, sin_BTC = rope
+  def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, KeysValues]:
+    num_heads = self.spec.num_heads
+    segment_BT = inputs.segment_BT
+    rope = self._rope(inputs)
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
     q_BTHC = self._clip(q_BTHC)
-    q_BTHC = scale_queries(apply_rope(q_BTHC, cos_BTC, sin_BTC), query_scale_BT)
-    window = self._window(is_local)
-    if keys_values is None:
+    q_BTHC = scale_queries(apply_rope(q_BTHC, rope.cos_BTC, rope.sin_BTC), inputs.query_scale_BT)
+    window = self._window(inputs)
+    if self.spec.reads:
+      keys_values = inputs.keys_values[self.spec.reads]
+    else:
       keys_values = self._own_keys_values(x_BTD, segment_BT, rope, window)
     o_BTHC = self._attend(q_BTHC, keys_values, segment_BT, window, self._sinks())
 
-    if self.cfg.family.gated_output:
+    if self.spec.form.gated_output:
       gate_BTHC = self._project(x_BTD, "gate", num_heads, "q_heads")
       o_BTHC = o_BTHC * jax.nn.sigmoid(gate_BTHC)
     out = self.linear(
@@ -85,7 +78,7 @@ class Attention(nn.Module):
       features=x_BTD.shape[-1:],
       kernel_names=("q_heads", "kv", "embed"),
       num_in=2,
-      use_bias=self.cfg.family.out_bias,
+      use_bias=self.spec.form.out_bias,
       name="out",
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
@@ -102,21 +95,21 @@ class Attention(nn.Module):
 
     A prefill stores those of whole rows.
     """
-    num_kv_heads = self.cfg.base_num_kv_heads
+    num_kv_heads = self.spec.num_kv_heads
     projected_BTGC = self._project(x_BTD, "key", num_kv_heads, "kv_heads")
-    if self.cfg.cycle.share_kv_projections:
+    if self.spec.values_are_keys:
       v_BTGC = projected_BTGC
     else:
       v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
     k_BTGC = self._clip(self._norm(projected_BTGC, "key"))
     v_BTGC = self._clip(v_BTGC)
     k_BTGC = apply_rope(k_BTGC, rope.cos_BTC, rope.sin_BTC)
-    if self.cfg.family.value_norm:
-      v_BTGC = self._rms_norm("value_norm", has_scale=False)(v_BTGC)
+    if self.spec.form.value_norm:
+      v_BTGC = build_norm(self.cfg, "value_norm", has_scale=False)(v_BTGC)
     if cache.is_filled(self):
       return self._update_cache(k_BTGC, v_BTGC, segment_BT, window)
     # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
-    cached_positions = window.size if window.is_local is None else 0
+    cached_positions = window.size if window.applies is None else 0
     cache.store_prefill(self, segment_BT, cached_positions, key=k_BTGC, value=v_BTGC)
     return RowKeysValues(k_BTGC, v_BTGC)
 
@@ -129,8 +122,8 @@ class Attention(nn.Module):
   ) -> CachedKeysValues:
     """The blocks of the cache, with new positions."""
     limit: int | jax.Array = window.size
-    if window.is_local is not None:
-      limit = jnp.where(window.is_local, window.size, jnp.iinfo(jnp.int32).max)
+    if window.applies is not None:
+      limit = jnp.where(window.applies, window.size, jnp.iinfo(jnp.int32).max)
     entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)
     k_blocks, v_blocks = entries
     return CachedKeysValues(k_blocks, v_blocks, masks)
@@ -164,29 +157,36 @@ class Attention(nn.Module):
       scale=self._score_scale(),
       soft_cap=self.cfg.attn_logits_soft_cap,
       window=window.size,
-      is_local=window.is_local,
+      is_local=window.applies,
       sink_H=sink_H,
     )
 
-  def _window(self, is_local: bool | jax.Array | None) -> _Window:
-    size = self.cfg.sliding_window_size
-    if size == 0 or is_local is False:
-      return _Window(size=0, is_local=None)
-    if isinstance(is_local, jax.Array):
-      return _Window(size, is_local)
-    return _Window(size, is_local=None)
+  def _rope(self, inputs: LayerInputs) -> RopeTables:
+    """The tables of the layer; of scanned layers that differ, those that the layer selects."""
+    own = inputs.tables_of(self.spec)
+    otherwise = self.spec.otherwise
+    if otherwise is None or otherwise.rope == self.spec.rope:
+      return own
+    other = inputs.tables_of(otherwise)
+    return jax.tree.map(functools.partial(jnp.where, inputs.is_first), own, other)
+
+  def _window(self, inputs: LayerInputs) -> _Window:
+    otherwise = self.spec.otherwise
+    if otherwise is None or otherwise.window == self.spec.window:
+      return _Window(self.spec.window)
+    return _Window(self.spec.window, applies=inputs.is_first)
 
   def _score_scale(self) -> float:
     """The factor of the products of queries and keys."""
-    scalar = self.cfg.query_pre_attn_scalar or self.cfg.head_dim
+    scalar = self.cfg.query_pre_attn_scalar or self.spec.head_dim
     return scalar**-0.5 * score_factor(self.cfg.rope)
 
   def _sinks(self) -> jax.Array | None:
     """sink_H, if the family has attention sinks."""
-    if not self.cfg.family.sinks:
+    if not self.spec.form.sinks:
       return None
     init = partitioned(nn.initializers.zeros, ("q_heads",))
-    shape = (self.cfg.base_num_query_heads,)
+    shape = (self.spec.num_heads,)
     return self.param("sinks_bias", init, shape, jnp.dtype(self.cfg.weight_dtype))
 
   def _project(self, x_BTD: jax.Array, name: str, num_heads: int, heads: str) -> jax.Array:
@@ -194,9 +194,9 @@ class Attention(nn.Module):
     linear = self.linear(
       self.cfg,
       self.sharder,
-      features=(num_heads, self.cfg.head_dim),
+      features=(num_heads, self.spec.head_dim),
       kernel_names=("embed", heads, "kv"),
-      use_bias=self.cfg.family.qkv_bias,
+      use_bias=self.spec.form.qkv_bias,
       name=name,
     )
     y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
@@ -210,22 +210,13 @@ class Attention(nn.Module):
     return jnp.clip(x_BTHC, -limit, limit)
 
   def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
-    """Queries or keys, normalised if the family does."""
-    family = self.cfg.family
-    if not family.qk_norm:
+    """Queries or keys, normalised if the form says so."""
+    qk_norm = self.spec.form.qk_norm
+    if not qk_norm:
       return x_BTHC
-    norm = self._rms_norm(f"{name}_norm")
-    if family.qk_norm == "head":
+    norm = build_norm(self.cfg, f"{name}_norm")
+    if qk_norm == "head":
       return norm(x_BTHC)
     num_rows, num_positions = x_BTHC.shape[:2]
     x_BTP = x_BTHC.reshape(num_rows, num_positions, -1)  # P: the channels of all heads.
     return norm(x_BTP).reshape(x_BTHC.shape)
-
-  def _rms_norm(self, name: str, *, has_scale: bool = True) -> RMSNorm:
-    return RMSNorm(
-      self.cfg.normalization_layer_epsilon,
-      jnp.dtype(self.cfg.weight_dtype),
-      self.cfg.family.zero_centred_norms,
-      has_scale,
-      name=name,
-    )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.layer_specs import GatedDeltaSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.gated_delta import reference
 from maxlite.kernels.numerics import accumulator_dtype
@@ -19,6 +20,7 @@ from maxlite.layers.delta_operands import (
   delta_inputs,
   zero_carry,
 )
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
@@ -29,7 +31,7 @@ _MAX_DECAY_RATE = 16.0  # initial rates are uniform up to it
 
 
 class GatedDeltaNet(nn.Module):
-  """A linear recurrence over the positions of each document; returns y_BTD.
+  """A linear recurrence over the positions of each document; returns (y_BTD, None).
 
   Queries, keys and values pass a short convolution over positions. Each head decays its state by
   exp(-exp(decay_rate) softplus(decay)) and writes with strength sigmoid(beta). The output is
@@ -40,11 +42,13 @@ class GatedDeltaNet(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  spec: GatedDeltaSpec
   linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, segment_BT: jax.Array) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
     gdn = self.cfg.gdn
+    segment_BT = inputs.segment_BT
     projections = self._projections(x_BTD, segment_BT)
     gate_BTHU = self._project(x_BTD, "gate", (gdn.gdn_num_value_heads, gdn.gdn_value_head_dim))
     y_BTHU = self._mix(projections, self._taps(), segment_BT).astype(x_BTD.dtype)
@@ -64,7 +68,7 @@ class GatedDeltaNet(nn.Module):
       name="out",
     )
     y_BTD = checkpoint_name(out(gated_BTHU), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), None
 
   def _mix(self, projections: DeltaProjections, taps: ConvTaps, segment_BT: jax.Array) -> jax.Array:
     """Returns y_BTHU of rows from their start on, or of the positions after those in the cache."""

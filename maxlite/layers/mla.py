@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.layer_specs import LatentAttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class, merge_lora
 from maxlite.layers.norm import RMSNorm
@@ -26,7 +28,9 @@ HEAD_NAMES = (*ROWS, "activation_q_heads", "activation_kv")
 
 
 class LatentAttention(nn.Module):
-  """Causal attention within each segment, with keys and values from one latent; returns y_BTD.
+  """Causal attention within each segment, with keys and values from one latent.
+
+  Returns (y_BTD, None).
 
   Queries and keys of a head are qk_nope_head_dim channels without position and qk_rope_head_dim
   rotated ones (interleaved pairs); all heads share the rotated channels of the key. The cache holds
@@ -38,17 +42,14 @@ class LatentAttention(nn.Module):
 
   cfg: ModelConfig
   sharder: Sharder
+  spec: LatentAttentionSpec
   linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: RopeTables,
-    query_scale_BT: jax.Array | None = None,
-  ) -> jax.Array:
-    q_BTHC = scale_queries(self._queries(x_BTD, rope), query_scale_BT)
+  def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
+    segment_BT = inputs.segment_BT
+    rope = inputs.tables_of(self.spec)
+    q_BTHC = scale_queries(self._queries(x_BTD, rope), inputs.query_scale_BT)
     latent_BTL, rotated_BT1R = self._latents(x_BTD, rope)
     entry_BT1C = jnp.concatenate([latent_BTL[:, :, None], rotated_BT1R], axis=-1)
     if cache.is_filled(self):
@@ -63,7 +64,7 @@ class LatentAttention(nn.Module):
       num_in=2,
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), None
 
   def _queries(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
     """q_BTHC, rotated."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.layer_specs import MlpSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.sharding import ROWS, Sharder
@@ -89,32 +90,31 @@ checkpointed_activation.defvjp(_activation_forward, _activation_backward)
 class MLP(nn.Module):
   """act(x wi_0) * (x wi_1) wo if the activations are gated, else act(x wi_0) wo.
 
-  `limit` bounds the activation's input, see `build_activation`.
+  `limit` of the spec bounds the activation's input, see `build_activation`.
 
   Source: Shazeer, GLU Variants Improve Transformer (2020), eq. 5.
   """
 
   cfg: ModelConfig
   sharder: Sharder
-  hidden_dim: int
-  limit: float = 0.0
+  spec: MlpSpec
   linear: LinearClass = Linear
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, *_: jax.Array) -> jax.Array:
     activations = self.cfg.mlp_activations
     up = []
     for i in range(len(activations)):
       wi = self.linear(
         self.cfg,
         self.sharder,
-        features=(self.hidden_dim,),
+        features=(self.spec.hidden_dim,),
         kernel_names=("embed", "mlp"),
         name=f"wi_{i}",
       )
       up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
       up.append(self.sharder.constrain(up_BTF, (*ROWS, "activation_mlp")))
-    h_BTF = checkpointed_activation(build_activation(activations, self.limit), tuple(up))
+    h_BTF = checkpointed_activation(build_activation(activations, self.spec.limit), tuple(up))
     wo = self.linear(
       self.cfg,
       self.sharder,

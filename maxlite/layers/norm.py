@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.partitioned import Init, partitioned
 
@@ -45,3 +46,14 @@ class RMSNorm(nn.Module):
     if self.zero_centred:
       scale = 1 + scale
     return scale
+
+
+def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> RMSNorm:
+  """The norm of the family of `cfg`."""
+  return RMSNorm(
+    cfg.normalization_layer_epsilon,
+    jnp.dtype(cfg.weight_dtype),
+    cfg.family.zero_centred_norms,
+    has_scale,
+    name=name,
+  )

@@ -7,7 +7,7 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import ACTIVATIONS
-from maxlite.layers.norm import RMSNorm
+from maxlite.layers.norm import RMSNorm, build_norm
 from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import ROWS, Sharder
 
@@ -93,10 +93,4 @@ class PerLayerInput(nn.Module):
       name="projection",
     )
     y_BTD = self.sharder.constrain(out(gated_BTP), (*ROWS, "activation_embed"))
-    norm = RMSNorm(
-      cfg.normalization_layer_epsilon,
-      jnp.dtype(cfg.weight_dtype),
-      cfg.family.zero_centred_norms,
-      name="norm",
-    )
-    return norm(y_BTD)
+    return build_norm(cfg, "norm")(y_BTD)

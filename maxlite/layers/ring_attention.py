@@ -21,7 +21,7 @@ from maxlite.errors import UserError
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.attention_shard import AttentionOptions, ShardOperands
-from maxlite.registry import ATTENTION_BACKENDS
+from maxlite.registry import ATTENTION_BACKENDS, imported
 from maxlite.sharding.collectives import from_zigzag, to_zigzag, zigzag_chunks
 
 
@@ -150,7 +150,7 @@ def _forward(
   segment_bS: jax.Array,
 ) -> tuple[jax.Array, _Residuals]:
   """(o_2bnhc, residuals)"""
-  kernel = ATTENTION_BACKENDS[ring.options.backend].partial
+  kernel = imported(ATTENTION_BACKENDS[ring.options.backend].partial)
   dtype = accumulator_dtype(q_2bnhc.dtype)
 
   def add_pair(output: _Output, kv: _KeysValues, *, pair: _Pair) -> _Output:
@@ -219,7 +219,7 @@ def _backward(
   do_2bnhc: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
   """Gradients of the operands of `_attend`."""
-  kernel = ATTENTION_BACKENDS[ring.options.backend].partial
+  kernel = imported(ATTENTION_BACKENDS[ring.options.backend].partial)
   q_2bnhc = residuals.q_2bnhc
 
   def add_pair(total: _Gradients, kv: _KeysValues, *, pair: _Pair) -> _Gradients:

@@ -29,22 +29,23 @@ from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_c
 Strategy = Callable[[tuple[str, ...], ShardOperands, AttentionOptions], jax.Array]
 
 
-def attention_backend(cfg: ModelConfig, sharder: Sharder) -> str:
+def attention_backend(
+  cfg: ModelConfig, sharder: Sharder, num_channels: int, *, has_sinks: bool
+) -> str:
   """The backend of attention that `cfg` selects on the mesh's devices.
+
+  Args:
+    num_channels: of a head, the larger of keys and values.
 
   Raises:
     UserError: there is no such backend.
   """
-  num_channels = cfg.head_dim
-  if cfg.family.latent_attention:
-    key_channels = cfg.mla.qk_nope_head_dim + cfg.mla.qk_rope_head_dim
-    num_channels = max(key_channels, cfg.mla.v_head_dim)
   is_sharded = bool(sharder.mesh_axes("activation_length"))
   features = AttentionFeatures(
     dtype=cfg.dtype,
     num_channels=num_channels,
     has_soft_cap=cfg.attn_logits_soft_cap > 0,
-    has_sinks=cfg.family.sinks,
+    has_sinks=has_sinks,
     merges_keys=is_sharded and cfg.context_parallel_strategy == "ring",
   )
   return resolve_backend(cfg.attention, sharder.hardware, features)
@@ -77,8 +78,9 @@ def attend(
   """
   context = sharder.mesh_axes("activation_length")
   strategy = cfg.context_parallel_strategy if context else "all_gather"
+  num_channels = max(q_BTHC.shape[-1], v_BTGC.shape[-1])
   options = AttentionOptions(
-    backend=attention_backend(cfg, sharder),
+    backend=attention_backend(cfg, sharder, num_channels, has_sinks=sink_H is not None),
     block_q=cfg.attention_block_q,
     scale=scale,
     soft_cap=soft_cap,
@@ -106,7 +108,8 @@ def attend(
     out_specs=q_spec,
     check_vma=sharder.check_vma and ATTENTION_BACKENDS[options.backend].supports_vma,
   )
-  return sharded(operands, is_local)
+  with jax.named_scope(f"attention_{strategy}"):
+    return sharded(operands, is_local)
 
 
 def _attend_shard(

@@ -3,6 +3,7 @@
 `sizes` is the number of elements of every parameter, by path.
 """
 
+import collections
 import functools
 import re
 from collections.abc import Collection, Mapping
@@ -12,25 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax.linen import meta
 
+from maxlite.config.layer_stacks import layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 BACKWARD_OVER_FORWARD = 2  # the backward pass has two multiplications for each of the forward pass
 FLOPS_PER_MAC = 2  # one multiplication, one addition
-# In forward order; an unscanned stack includes its numbered layers.
-STAGES = (
-  "embed",
-  "per_layer_embed",
-  "dense_layers",
-  "layers",
-  "kv_shared_layers",
-  "final_norm",
-  "draft_head",
-  "mtp",
-  "unembed",
-)
-STACKS = ("dense_layers", "layers", "kv_shared_layers", "mtp")
 DRAFTERS = ("draft_head", "mtp")  # which some losses do not use
 MATRIX = r".*(/kernel|moe/w[io](_\d)?)"  # paths of matrices that tokens are multiplied with
 EXPERT = r".*moe/w[io](_\d)?(_bias)?"
@@ -97,13 +86,13 @@ def train_flops(
   """
   if trained is None:
     trained = sizes.keys()
-  first = _first_stage(trained)
-  macs = 0
+  gradients = _GradientFlow(model, trained)
+  macs = 0.0
   for path, size in sizes.items():
     module, _, _ = path.partition("/")
     is_read = module != "unembed" and (drafts or module not in DRAFTERS)
     if is_read and re.fullmatch(MATRIX, path):
-      backward = _backward_products(STAGES[_stage(path)], first, path in trained)
+      backward = gradients.products(gradients.stage_of(path), path in trained)
       macs += (1 + backward) * _active(path, size, model)
   weight = "unembed/kernel"
   if model.logits_via_embedding:
@@ -112,111 +101,73 @@ def train_flops(
   products = 1
   if logits:
     others = [path for path in trained if path.partition("/")[0] not in DRAFTERS]
-    products += _backward_products("unembed", _first_stage(others), weight in trained)
+    products += _GradientFlow(model, others).products("unembed", weight in trained)
   if drafts:
-    backward = _backward_products("unembed", first, weight in trained)
+    backward = gradients.products("unembed", weight in trained)
     products += (model.num_draft_heads + model.mtp_num_layers) * (1 + backward)
   macs += products * model.vocab_size * model.base_emb_dim
-  macs += _recurrence_macs_per_token(model, first)
   rows, row_length = batch_shape
+  macs += _mixer_macs_per_token(model, row_length, gradients, is_recurrent=True)
   flops_per_mac = FLOPS_PER_MAC * rows * row_length
-  attention = flops_per_mac * _attention_macs_per_token(model, row_length, first)
-  if drafts:
-    attention += flops_per_mac * _mtp_attention_macs_per_token(model, row_length, first)
+  attention = _mixer_macs_per_token(model, row_length, gradients, is_recurrent=False)
+  attention *= flops_per_mac
+  if drafts and model.mtp_num_layers:
+    mixer = mtp_layer_spec(model).mixer
+    per_layer = mixer.macs_per_token(row_length) * gradients.passes("mtp")
+    attention += flops_per_mac * model.mtp_num_layers * per_layer
   return Flops(flops_per_mac * macs + attention, attention)
 
 
-def _first_stage(trained: Collection[str]) -> int:
-  """The index in STAGES of the first module with one of these parameters; past the end if none."""
-  return min((_stage(path) for path in trained), default=len(STAGES))
+class _GradientFlow:
+  """Through which modules the gradients of a loss flow back to the parameters `trained`."""
+
+  def __init__(self, model: ModelConfig, trained: Collection[str]):
+    self._stacks = [stack.name for stack in layer_stacks(model)]
+    # In forward order; an unscanned stack includes its numbered layers.
+    outer = ("final_norm", "draft_head", "mtp", "unembed")
+    self._stages = ["embed", "per_layer_embed", *self._stacks, *outer]
+    trained_stages = (self._stages.index(self.stage_of(path)) for path in trained)
+    self._first = min(trained_stages, default=len(self._stages))
+
+  def stage_of(self, path: str) -> str:
+    """The module that a parameter belongs to."""
+    module, _, _ = path.partition("/")
+    if module in self._stages:
+      return module
+    return re.sub(r"_\d+$", "", module)
+
+  def reaches_input_of(self, stage: str) -> bool:
+    """Whether gradients flow to the input of a stage; in a stack they flow through all layers."""
+    index = self._stages.index(stage)
+    if stage in self._stacks or stage == "mtp":
+      return self._first <= index
+    return self._first < index
+
+  def products(self, stage: str, is_trained: bool) -> int:
+    """Products of a matrix in the backward pass: for its input's gradient, and for its own."""
+    return int(self.reaches_input_of(stage)) + int(is_trained)
+
+  def passes(self, stage: str) -> int:
+    """Forward passes that have as many products without parameters as the stage in a step."""
+    if self.reaches_input_of(stage):
+      return 1 + BACKWARD_OVER_FORWARD
+    return 1
 
 
-def _backward_products(stage: str, first: int, is_trained: bool) -> int:
-  """Products of a matrix in the backward pass: for its input's gradient, and for its own."""
-  products = 0
-  if _needs_input_gradient(stage, first):
-    products += 1
-  if is_trained:
-    products += 1
-  return products
+def _mixer_macs_per_token(
+  model: ModelConfig, row_length: int, gradients: _GradientFlow, *, is_recurrent: bool
+) -> float:
+  """Products of mixers besides those with parameters, over all layers.
 
-
-def _attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
-  """Products of queries with keys, and of scores with values, over all layers."""
-  num_layers = model.base_num_decoder_layers - model.num_recurrent_layers
-  num_local = 0
-  if model.global_layer_interval:
-    num_local = num_layers - num_layers // model.global_layer_interval
-  elif model.sliding_window_size:
-    num_local = num_layers
-  window = min(model.sliding_window_size or row_length, row_length)
-  hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number of keys outside the window
-  local_keys = num_local * (row_length / 2 - hidden)  # per query, summed over layers
-  global_keys = (num_layers - num_local) * row_length / 2
-  products = local_keys * 2 * model.head_dim + global_keys * _attention_channels(model)
-  forward = model.base_num_query_heads * products
-  return forward * (1 + BACKWARD_OVER_FORWARD * _share_with_backward(model, first))
-
-
-def _share_with_backward(model: ModelConfig, first: int) -> float:
-  """The share of the layers that have a backward pass, if `first` is the first trained stage."""
-  num_dense, step = model.layer_plan
-  num_shared = step * model.num_kv_shared_units
-  num_layers = model.base_num_decoder_layers
-  sizes = {
-    "dense_layers": num_dense,
-    "layers": num_layers - num_dense - num_shared,
-    "kv_shared_layers": num_shared,
-  }
-  num_needed = sum(size for stack, size in sizes.items() if _needs_input_gradient(stack, first))
-  return num_needed / num_layers
-
-
-def _attention_channels(model: ModelConfig) -> int:
-  """Channels of a head of a layer that attends globally, of a key and of a value together."""
-  mla = model.mla
-  if model.family.latent_attention:
-    return mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-  return 2 * model.global_head_dim
-
-
-def _mtp_attention_macs_per_token(model: ModelConfig, row_length: int, first: int) -> float:
-  """As `_attention_macs_per_token`, for the layers of multi-token prediction."""
-  keys_per_query = row_length / 2
-  if not model.family.global_layer_every:  # otherwise they attend globally
-    window = min(model.sliding_window_size or row_length, row_length)
-    keys_per_query -= (row_length - window) ** 2 / (2 * row_length)
-  forward = model.base_num_query_heads * _attention_channels(model) * keys_per_query
-  if _needs_input_gradient("mtp", first):
-    forward *= 1 + BACKWARD_OVER_FORWARD
-  return model.mtp_num_layers * forward
-
-
-def _recurrence_macs_per_token(model: ModelConfig, first: int) -> int:
-  """Products of the gated delta rule as a recurrence: what the state holds, its change, a query."""
-  gdn = model.gdn
-  state_size = gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim
-  forward = 3 * model.num_recurrent_layers * state_size
-  if _needs_input_gradient("layers", first):
-    return forward * (1 + BACKWARD_OVER_FORWARD)
-  return forward
-
-
-def _stage(path: str) -> int:
-  """The index in STAGES of the module that a parameter belongs to."""
-  module, _, _ = path.partition("/")
-  return STAGES.index(re.sub(r"_\d+$", "", module))
-
-
-def _needs_input_gradient(stage: str, first: int) -> bool:
-  """Whether gradients flow to the input of a stage.
-
-  Args:
-    first: the index in STAGES of the first stage that is trained. In a stack of layers, gradients
-      flow from each layer to those before it.
+  Those of attention are of queries with keys, and of scores with values.
   """
-  index = STAGES.index(stage)
-  return first < index or (stage in STACKS and first == index)
+  total = 0.0
+  for stack in layer_stacks(model):
+    mixers = [layer.mixer for layer in stack.layers if layer.mixer.is_recurrent == is_recurrent]
+    counts = collections.Counter(mixers)
+    forward = sum(n * mixer.macs_per_token(row_length) for mixer, n in counts.items())
+    total += forward * gradients.passes(stack.name)
+  return total
 
 
 def _active(path: str, size: int, model: ModelConfig) -> int:

@@ -1,29 +1,27 @@
 """The decoder: embed -> layers -> norm -> logits."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
+from maxlite.config.layer_specs import AttentionSpec, LayerSpec, LayerStack
+from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers.cache import COLLECTION
 from maxlite.layers.embed import Embed, Unembed
-from maxlite.layers.keys_values import SharedKeysValues, last_of_stack
+from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
-from maxlite.layers.norm import RMSNorm
+from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
+from maxlite.layers.rope import query_scale
 from maxlite.models.decoder_layer import (
   DecoderLayer,
-  LayerInputs,
   LayerOutputs,
   LayerSums,
   LayerUnit,
-  Rope,
-  build_rope,
+  rope_by_name,
   stack_sums,
 )
 from maxlite.models.draft import DraftHeads, shift_left
@@ -31,17 +29,15 @@ from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
-Stack = nn.Module | list[nn.Module]  # One scanned module, or a list of layers.
+Modules = nn.Module | list[nn.Module]  # Of a stack: one scanned module, or one for each unit.
 
 
 class Decoder(nn.Module):
-  """A decoder-only transformer in stacks of layers.
+  """A decoder-only transformer in stacks of layers: those of `layer_stacks`.
 
-  `dense_layers` holds the first_num_dense_layers of a mixture, if any. `layers` holds the others:
-  `DecoderLayer`s, or `LayerUnit`s if cfg.layer_unit has several layers. `kv_shared_layers` holds
-  the units of the num_kv_shared_layers, if any, which come after `layers`. Each stack is one
-  scanned module (scan_layers) or a list. `linear` is the class of the linear layers; by default
-  `cfg` determines it.
+  A stack is one module of its name, scanned over its units (scan_layers), or one for each unit with
+  a number after the name. A unit is a `DecoderLayer`, or a `LayerUnit` of several. `linear` is the
+  class of the linear layers; by default `cfg` determines it.
 
   The sums that layers return are sums over tokens; training/loss.py computes the auxiliary losses
   from them.
@@ -56,25 +52,11 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
-    if cfg.has_per_layer_inputs:
+    if any(layer.has_per_layer_input for layer in layer_specs(cfg)):
       self.per_layer_embed = PerLayerEmbed(cfg, self.sharder, linear)
-    layer = remat(DecoderLayer, cfg)
-    num_dense, step = cfg.layer_plan
-    if num_dense:
-      self.dense_layers = self._stack(layer, num_dense, moe=False, linear=linear)
-    num_units = (cfg.base_num_decoder_layers - num_dense) // step
-    if step == 1:
-      self.layers = self._stack(layer, num_units, moe=cfg.family.is_moe, linear=linear)
-    else:
-      num_shared = cfg.num_kv_shared_units
-      self.layers = self._stack(LayerUnit, num_units - num_shared, linear=linear)
-      if num_shared:
-        self.kv_shared_layers = self._stack(LayerUnit, num_shared, linear=linear)
-    self.final_norm = RMSNorm(
-      cfg.normalization_layer_epsilon,
-      weight_dtype,
-      cfg.family.zero_centred_norms,
-    )
+    for stack in layer_stacks(cfg):
+      setattr(self, stack.name, self._modules(stack, linear))
+    self.final_norm = build_norm(cfg)
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg)
     if cfg.num_draft_heads:
@@ -83,14 +65,27 @@ class Decoder(nn.Module):
       # Without adapters: `linear` is the class given by the caller, or the plain one.
       self.mtp = MultiTokenPrediction(cfg, self.sharder, self.linear or Linear)
 
-  def _stack(self, layer: type[nn.Module], length: int, **fields: object) -> Stack:
-    """`length` instances of `layer` with these fields: one scanned module, or a list."""
+  def _modules(self, stack: LayerStack, linear: LinearClass) -> Modules:
+    """One scanned module, or a list of one for each unit."""
     if self.cfg.scan_layers:
-      layer = self._scanned(layer, length)
-    build = functools.partial(layer, self.cfg, self.sharder, **fields)
+      return self._unit(stack, stack.scan_specs(), linear)
+    units = []
+    for i in range(stack.num_units):
+      units.append(self._unit(stack, stack.unit_specs(i), linear))
+    return units
+
+  def _unit(
+    self, stack: LayerStack, specs: tuple[LayerSpec, ...], linear: LinearClass
+  ) -> nn.Module:
+    """The module of a unit of the stack with these layers, scanned over all units if layers are."""
+    module: type[nn.Module] = LayerUnit
+    fields: dict[str, object] = {"specs": specs, "names": stack.unit}
+    if not stack.unit:
+      module = remat(DecoderLayer, self.cfg)
+      fields = {"spec": specs[0]}
     if self.cfg.scan_layers:
-      return build()
-    return [build() for _ in range(length)]
+      module = self._scanned(module, stack.num_units)
+    return module(self.cfg, self.sharder, **fields, linear=linear)
 
   def _scanned(self, layer: type[nn.Module], length: int) -> type[nn.Module]:
     """The class of `length` stacked layers, over which its call scans."""
@@ -98,7 +93,7 @@ class Decoder(nn.Module):
       layer,
       variable_axes={"params": 0, COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
-      in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
+      in_axes=(SCAN_AXES,),
       length=length,
       unroll=min(self._scan_unroll(), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
@@ -123,82 +118,63 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
-    rope = build_rope(position_BT, self.cfg)
+    inputs = self._inputs(segment_BT, position_BT)
     per_layer_NBTP = None
-    if self.cfg.has_per_layer_inputs:
+    if any(layer.has_per_layer_input for layer in layer_specs(self.cfg)):
       per_layer_NBTP = self.per_layer_embed(tokens_BT, x_BTD)
-    num_dense, step = self.cfg.layer_plan
-    if num_dense:
-      inputs = self._inputs(slice(num_dense), 1, per_layer_NBTP)
-      x_BTD, _ = self._run(self.dense_layers, x_BTD, segment_BT, rope, inputs)
-    num_layers = self.cfg.base_num_decoder_layers
-    first_shared = num_layers - step * self.cfg.num_kv_shared_units
-    inputs = self._inputs(slice(num_dense, first_shared), step, per_layer_NBTP)
-    x_BTD, outputs = self._run(self.layers, x_BTD, segment_BT, rope, inputs)
-    sums = self._by_layer(outputs.sums)
-    if first_shared < num_layers:
-      inputs = self._inputs(slice(first_shared, None), step, per_layer_NBTP)
-      shared = outputs.shared
-      x_BTD, outputs = self._run(self.kv_shared_layers, x_BTD, segment_BT, rope, inputs, shared)
-      sums = jax.tree.map(_concatenate, sums, self._by_layer(outputs.sums))
+    sums_by_stack = []
+    num_before = 0
+    for stack in layer_stacks(self.cfg):
+      if per_layer_NBTP is not None:
+        of_stack = per_layer_NBTP[num_before : num_before + len(stack.layers)]
+        inputs = inputs._replace(per_layer_BTP=_by_unit(of_stack, stack))
+      x_BTD, outputs = self._run(stack, x_BTD, inputs)
+      inputs = inputs._replace(keys_values={**inputs.keys_values, **outputs.keys_values})
+      if outputs.sums:
+        sums_by_stack.append(outputs.sums)
+      num_before += len(stack.layers)
     x_BTD = self.final_norm(x_BTD)
     if self.is_initializing() and self.cfg.num_draft_heads:
       self.draft_head(x_BTD)
     if self.is_initializing() and self.cfg.mtp_num_layers:
       self.mtp_hidden(x_BTD, tokens_BT, segment_BT, position_BT)
-    return x_BTD, sums
+    return x_BTD, _concatenate(sums_by_stack)
+
+  def _inputs(self, segment_BT: jax.Array, position_BT: jax.Array) -> LayerInputs:
+    """What is the same for all layers."""
+    layers = layer_specs(self.cfg)
+    if self.cfg.mtp_num_layers:
+      layers = [*layers, mtp_layer_spec(self.cfg)]
+    query_scale_BT = None
+    if self.cfg.rope.query_scaling_beta:
+      query_scale_BT = query_scale(position_BT, self.cfg.rope)
+    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT)
 
   def _run(
-    self,
-    stack: Stack,
-    x_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: Rope,
-    inputs: LayerInputs,
-    shared: SharedKeysValues | None = None,
+    self, stack: LayerStack, x_BTD: jax.Array, inputs: LayerInputs
   ) -> tuple[jax.Array, LayerOutputs]:
     """(x_BTD after a stack, the outputs of its layers)
 
     Their sums are stacked along a leading axis N. The keys and values are those of the last unit.
     """
-    if isinstance(stack, nn.Module):
-      x_BTD, outputs = stack(x_BTD, segment_BT, rope, jax.tree.map(jnp.asarray, inputs), shared)
-      return x_BTD, outputs._replace(shared=last_of_stack(outputs.shared))
-    sums_by_layer = []
-    for i, layer in enumerate(stack):
-      x_BTD, outputs = layer(x_BTD, segment_BT, rope, inputs.of_layer(i), shared)
-      sums_by_layer.append(outputs.sums)
-    return x_BTD, outputs._replace(sums=stack_sums(sums_by_layer))
-
-  def _inputs(
-    self,
-    layers: slice,
-    step: int,
-    per_layer_NBTP: jax.Array | None,
-  ) -> LayerInputs:
-    """The inputs of `layers`, with one row per unit of `step` layers if there are several."""
-    is_local_N = self._is_local(layers)
-    if is_local_N is not None and step > 1:
-      is_local_N = is_local_N.reshape(-1, step)
-    if per_layer_NBTP is not None:
-      per_layer_NBTP = per_layer_NBTP[layers]
-      if step > 1:
-        per_layer_NBTP = per_layer_NBTP.reshape(-1, step, *per_layer_NBTP.shape[1:])
-    return LayerInputs(is_local_N, per_layer_NBTP)
-
-  def _by_layer(self, sums: LayerSums) -> LayerSums:
-    """The sums of a stack with one leading axis, that of MoE layers."""
-    if sum(kind.is_moe for kind in self.cfg.layer_unit) > 1:  # The units' sums are stacked too.
-      return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
-    return sums
-
-  def _is_local(self, layers: slice) -> np.ndarray | None:
-    """Which of `layers` attend locally; None if the family has no local layers."""
-    every = self.cfg.family.global_layer_every
-    if not every:
-      return None
-    number_N = np.arange(1, self.cfg.base_num_decoder_layers + 1)
-    return number_N[layers] % every != 0
+    modules = getattr(self, stack.name)
+    if isinstance(modules, nn.Module):
+      is_first = _is_first(stack)
+      if is_first is not None:
+        inputs = inputs._replace(is_first=is_first)
+      x_BTD, outputs = modules(x_BTD, inputs)
+      sums = outputs.sums
+      keys_values = jax.tree.map(lambda leaf: leaf[-1], outputs.keys_values)
+    else:
+      sums_by_unit = []
+      for i, unit in enumerate(modules):
+        x_BTD, outputs = unit(x_BTD, inputs.of_layer(i))
+        sums_by_unit.append(outputs.sums)
+      sums = stack_sums(sums_by_unit)
+      keys_values = outputs.keys_values
+    if stack.num_moe_layers > stack.num_units:  # The units' sums are stacked too.
+      sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+    return x_BTD, LayerOutputs(sums, keys_values)
 
   def unembedding(self) -> jax.Array:
     """w_DV: the projection from hidden states to logits."""
@@ -258,7 +234,7 @@ class Decoder(nn.Module):
     later_BTJ = shift_left(tokens_BT, num_layers)
     embeddings = [self.embed(later_BTJ[..., j]) for j in range(num_layers)]
     segment_BTJ = mtp_segments(segment_BT, num_layers)
-    return self.mtp(x_BTD, embeddings, segment_BTJ, build_rope(position_BT, self.cfg))
+    return self.mtp(x_BTD, embeddings, segment_BTJ, self._inputs(segment_BT, position_BT))
 
   def mtp_layer(
     self,
@@ -269,8 +245,8 @@ class Decoder(nn.Module):
     position_BT: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """`MultiTokenPrediction.apply_layer` for the tokens that the layer reads."""
-    rope = build_rope(position_BT, self.cfg)
-    return self.mtp.apply_layer(j, h_BTD, self.embed(tokens_BT), segment_BT, rope)
+    inputs = self._inputs(segment_BT, position_BT)
+    return self.mtp.apply_layer(j, h_BTD, self.embed(tokens_BT), inputs)
 
   def logits(self, x: jax.Array) -> jax.Array:
     """logits_BT...V of x_BT...D, float32."""
@@ -287,5 +263,29 @@ class Decoder(nn.Module):
     return self.sharder.constrain(logits, names)
 
 
-def _concatenate(first: jax.Array, second: jax.Array) -> jax.Array:
-  return jnp.concatenate([first, second])
+def _by_unit(x: jax.Array, stack: LayerStack) -> jax.Array:
+  """Values by layer of a stack, as values by unit and, in units of several layers, by layer."""
+  if not stack.unit:
+    return x
+  return x.reshape(-1, len(stack.unit), *x.shape[1:])
+
+
+def _is_first(stack: LayerStack) -> jax.Array | None:
+  """`LayerInputs.is_first` of a scan over the stack."""
+  scanned = stack.scan_specs() * stack.num_units
+  if set(scanned) <= set(stack.layers):  # the layers of each scan are alike
+    return None
+  is_first = []
+  for layer, spec in zip(stack.layers, scanned, strict=True):
+    assert isinstance(spec.mixer, AttentionSpec)
+    is_first.append(layer.mixer != spec.mixer.otherwise)
+  return _by_unit(jnp.asarray(is_first), stack)
+
+
+def _concatenate(sums_by_stack: list[LayerSums]) -> LayerSums:
+  """The sums of all MoE layers, given those of each stack."""
+  if not sums_by_stack:
+    return {}
+  if len(sums_by_stack) == 1:
+    return sums_by_stack[0]
+  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums_by_stack)

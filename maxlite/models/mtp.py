@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from maxlite.config.layer_stacks import mtp_layer_spec
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import LinearClass
-from maxlite.layers.norm import RMSNorm
-from maxlite.models.decoder_layer import DecoderLayer, LayerInputs, LayerSums, Rope, stack_sums
+from maxlite.layers.norm import build_norm
+from maxlite.models.decoder_layer import DecoderLayer, LayerSums, stack_sums
 from maxlite.models.draft import shift_left
 from maxlite.models.remat import remat
 from maxlite.sharding import ROWS, Sharder
@@ -39,8 +41,8 @@ class MtpLayer(nn.Module):
 
   def setup(self) -> None:
     cfg = self.cfg
-    self.embedding_norm = self._norm()
-    self.hidden_norm = self._norm()
+    self.embedding_norm = build_norm(cfg)
+    self.hidden_norm = build_norm(cfg)
     self.projection = self.linear(
       cfg,
       self.sharder,
@@ -50,36 +52,20 @@ class MtpLayer(nn.Module):
     # The layers are not scanned, whatever the model's are.
     unscanned = dataclasses.replace(cfg, scan_layers=False)
     layer = remat(DecoderLayer, unscanned)
-    self.layer = layer(
-      cfg,
-      self.sharder,
-      moe=cfg.layer_unit[-1].is_moe,
-      linear=self.linear,
-    )
-    self.final_norm = self._norm()
-
-  def _norm(self) -> RMSNorm:
-    return RMSNorm(
-      self.cfg.normalization_layer_epsilon,
-      jnp.dtype(self.cfg.weight_dtype),
-      self.cfg.family.zero_centred_norms,
-    )
+    self.layer = layer(cfg, self.sharder, mtp_layer_spec(cfg), self.linear)
+    self.final_norm = build_norm(cfg)
 
   def __call__(
     self,
     h_BTD: jax.Array,
     embedding_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: Rope,
+    inputs: LayerInputs,
   ) -> tuple[jax.Array, LayerSums]:
     """`embedding_BTD` has the embedding of the token k positions after each position."""
     normed = [self.embedding_norm(embedding_BTD), self.hidden_norm(h_BTD)]
     x_BTD = self.projection(jnp.concatenate(normed, axis=-1))
     x_BTD = self.sharder.constrain(x_BTD, (*ROWS, "activation_embed"))
-    is_local = None
-    if self.cfg.family.global_layer_every:
-      is_local = False
-    h_BTD, outputs = self.layer(x_BTD, segment_BT, rope, LayerInputs(is_local))
+    h_BTD, outputs = self.layer(x_BTD, inputs)
     return h_BTD, outputs.sums
 
 
@@ -99,7 +85,7 @@ class MultiTokenPrediction(nn.Module):
     x_BTD: jax.Array,
     embedding_BTJD: Sequence[jax.Array],
     segment_BTJ: jax.Array,
-    rope: Rope,
+    inputs: LayerInputs,
   ) -> tuple[jax.Array, LayerSums]:
     """The states y_BTJD from which the layers' logits are computed, and their stacked sums.
 
@@ -107,13 +93,14 @@ class MultiTokenPrediction(nn.Module):
       x_BTD: the model's states after its final norm.
       embedding_BTJD: for each layer, the embeddings of the tokens that it reads.
       segment_BTJ: by `mtp_segments`.
-      rope: of the positions of x_BTD.
+      inputs: of the positions of x_BTD; their segments are not read.
     """
     h_BTD = x_BTD
     normed = []
     sums_by_layer = []
     for j, layer in enumerate(self.layers):
-      h_BTD, sums = layer(h_BTD, embedding_BTJD[j], segment_BTJ[..., j], rope)
+      of_layer = inputs._replace(segment_BT=segment_BTJ[..., j])
+      h_BTD, sums = layer(h_BTD, embedding_BTJD[j], of_layer)
       normed.append(layer.final_norm(h_BTD))
       sums_by_layer.append(sums)
     return jnp.stack(normed, axis=2), stack_sums(sums_by_layer)
@@ -123,12 +110,11 @@ class MultiTokenPrediction(nn.Module):
     j: int,
     h_BTD: jax.Array,
     embedding_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: Rope,
+    inputs: LayerInputs,
   ) -> tuple[jax.Array, jax.Array]:
     """(the states that layer j + 1 reads, those of its logits) of layer j, from 0."""
     layer = self.layers[j]
-    h_BTD, _ = layer(h_BTD, embedding_BTD, segment_BT, rope)
+    h_BTD, _ = layer(h_BTD, embedding_BTD, inputs)
     return h_BTD, layer.final_norm(h_BTD)
 
 

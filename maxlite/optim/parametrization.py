@@ -75,7 +75,7 @@ def _output_factor(path: str, cfg: ModelConfig, m: float) -> float:
   if cfg.logits_via_embedding and re.search(r"(^|/)final_norm/scale$", path):
     return 1 / m
   queries = "query/(kernel|bias)"
-  if cfg.family.qk_norm:
+  if cfg.family.attention.qk_norm:
     queries = "query_norm/scale"
   if re.search(rf"/attention/{queries}$", path):
     base_head_dim = cfg.scaling.mup_base_head_dim or cfg.head_dim

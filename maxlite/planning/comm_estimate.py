@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 
+from maxlite.config.layer_stacks import layer_specs, num_moe_layers
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.models.remat import saved_by_remat
@@ -386,33 +387,20 @@ def _reduce_products(step: _Step, weight: _Weight) -> None:
 def _gather_keys(step: _Step) -> None:
   """Add the all-gathers of keys and values over sharded positions, and their gradients' sums."""
   model = step.model
-  channels: float
-  if model.family.latent_attention:
-    mla = model.mla
-    channels_per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
-    channels = model.base_num_query_heads * channels_per_head
-    shards = step.sharder.num_shards("activation_q_heads")
-  else:
-    channels = _mean_kv_channels(model)
-    shards = step.sharder.num_shards("activation_kv_heads")
+  mixers = [layer.mixer for layer in layer_specs(model) if layer.mixer.kv_channels]
+  if not mixers:
+    return
+  channels = sum(mixer.kv_channels for mixer in mixers) / len(mixers)
+  shards = step.sharder.num_shards(mixers[0].kv_heads_axis)
   axes = step.axes("activation_length")
   positions = step.tokens * step.size(axes)
   payload = positions * channels / shards * step.compute_bytes
-  layers = model.base_num_decoder_layers - model.num_recurrent_layers + model.mtp_num_layers
+  layers = len(mixers) + model.mtp_num_layers
   gathers = 1
   if not step.is_saved("attention_out"):
     gathers = 2
   step.add("all-gather", axes, layers * gathers, payload)
   step.add("reduce-scatter", axes, layers, payload)
-
-
-def _mean_kv_channels(model: ModelConfig) -> float:
-  """Channels of all keys and values of a position, on average over the layers that attend."""
-  of_local = 2 * model.base_num_kv_heads * model.head_dim
-  if not model.global_layer_interval:
-    return of_local
-  of_global = 2 * model.global_num_kv_heads * model.global_head_dim
-  return of_local + (of_global - of_local) / model.global_layer_interval
 
 
 def _dispatch_tokens(step: _Step) -> None:
@@ -423,7 +411,7 @@ def _dispatch_tokens(step: _Step) -> None:
   """
   model = step.model
   axes = step.axes("exp")
-  layers = model.num_moe_layers
+  layers = num_moe_layers(model)
   if layers:
     layers += model.mtp_num_layers
   collective = choose_dispatch(model.moe).collective

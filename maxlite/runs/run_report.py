@@ -13,6 +13,7 @@ from maxlite.checkpoint.checksum import tree_hash
 from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes
+from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.raw_values import show
 from maxlite.config.schema import OptimizerConfig, build, flatten
 from maxlite.data.loader import DataLoader
@@ -100,9 +101,15 @@ def _describe_model(program: Program) -> str:
   sizes = parameter_sizes(program)
   line = (
     f"model: {model.decoder_block}, {sum(sizes.values()):,} parameters, "
-    f"{active_parameter_count(sizes, model):,} active per token; "
-    f"attention by {attention_backend(model, program.sharder)}"
+    f"{active_parameter_count(sizes, model):,} active per token"
   )
+  attending = [layer.mixer for layer in layer_specs(model) if layer.mixer.head_channels]
+  if attending:
+    first = attending[0]
+    backend = attention_backend(
+      model, program.sharder, first.head_channels, has_sinks=first.has_sinks
+    )
+    line += f"; attention by {backend}"
   if model.family.is_moe:
     line += f", experts by {build_experts(model, program.sharder).backend}"
   if model.quantization:

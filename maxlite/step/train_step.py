@@ -184,7 +184,8 @@ class _Update:
     if self.check_zero is not None:
       metrics[ZERO_GRADIENTS] = _zero_gradients(gradients, self.check_zero(state))
     finite, state = _check_finite(self.skip, state, result, metrics)
-    trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
+    with jax.named_scope("optimizer"):
+      trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
     if self.post_update is not None:
       changed = self.post_update(merge(trained, frozen), metrics, finite)
       trained, _ = split(changed, self.labels)

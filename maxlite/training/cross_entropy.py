@@ -310,7 +310,8 @@ def _map_chunks(
 
   def call_chunk(by_token: tuple[Arrays, Arrays]) -> Arrays:
     chunk_states, chunk_rows = by_token
-    return chunk(chunk_states, chunk_rows, heads)
+    with jax.named_scope("cross_entropy_chunk"):
+      return chunk(chunk_states, chunk_rows, heads)
 
   by_token = jax.tree.map(flatten_tokens, (states, rows))
   num_tokens = len(by_token[0][0])

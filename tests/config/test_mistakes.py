@@ -137,6 +137,18 @@ MISTAKES = (
       "num_experts_per_tok=4",
     ),
     ("first_num_dense_layers=4",): ("first_num_dense_layers=4", "first_num_dense_layers=3"),
+    ("mlp_only_layers=[1,0]",): ("mlp_only_layers=[1, 0]", "from 0 to 3, in order"),
+    ("mlp_only_layers=[4]",): ("mlp_only_layers=[4]", "from 0 to 3, in order"),
+    ("mlp_only_layers=[0,1,2,3]",): ("mlp_only_layers=[0, 1, 2, 3]", "leaves no MoE layer"),
+    ("mlp_only_layers=[0]",): ("mlp_only_layers=[0]", "write first_num_dense_layers=1 interleave"),
+    ("mlp_only_layers=[2]", "first_num_dense_layers=1"): (
+      "mlp_only_layers=[2]",
+      "write first_num_dense_layers=0",
+    ),
+    ("mlp_only_layers=[1]", "decoder_block=gemma4_moe", "sliding_window_size=8"): (
+      "decoder_block=gemma4_moe",
+      "write mlp_only_layers=[]",
+    ),
     ("first_num_dense_layers=1", "interleave_moe_layer_step=2"): (
       "interleave_moe_layer_step=2",
       "the 3 other layers",
@@ -413,6 +425,7 @@ def test_binary_file_is_an_error(capsys, tmp_path):
 
 
 SHARED_KEY = ("members=[{}, {vocab_size: 512}]",)
+BACKEND = ("attention=tokamax", "dtype=float32")  # its entry says which types it supports
 
 
 def test_paths_of_another_folder_are_answered_by_the_right_one(capsys, tmp_path, monkeypatch):
@@ -430,7 +443,7 @@ def test_paths_of_another_folder_are_answered_by_the_right_one(capsys, tmp_path,
   assert f"is a folder; {fix}" in line
 
 
-@pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], SHARED_KEY], ids=" ".join)
+@pytest.mark.parametrize("argv", [*list(MISTAKES)[:4], SHARED_KEY, BACKEND], ids=" ".join)
 def test_program_exits_with_2_within_a_second_without_jax(argv):
   command = [sys.executable, "-X", "importtime", "-m", "maxlite.train", *argv]
   before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -31,7 +31,7 @@ TUNING_MISTAKES = {
   ("pbt_period=10", "members=[{}]", "steps=10"): ("pbt_period=10 with steps=10", "pbt_period=2"),
   ("pbt_period=10", "members=[{}]", "max_num_checkpoints_to_keep=1"): ("write 2 or more",),
   ("pbt_fraction=0.6", "members=[{}]", "pbt_period=10"): ("pbt_fraction=0.6", "above 0.5"),
-  ("search={sampler: tpe}",): ("search: has sampler", "rounds: 4"),
+  ("search={sampler: tpe}",): ("search: has no rounds", "rounds: 4"),
   (f"search={{{COUNTS}, space: {{}}}}",): ("space={} has no keys",),
   (f"search={{{COUNTS}, space: {{steps: {{uniform: [1, 2]}}}}}}",): (
     "search.space: steps=",
@@ -43,7 +43,7 @@ TUNING_MISTAKES = {
     "search.space",
     "head_dim=x",
   ),
-  (f"search={{{COUNTS}, {SPACE}, sed: 1}}",): ("search: has", "sed"),
+  (f"search={{{COUNTS}, {SPACE}, sed: 1}}",): ("search: sed=1", "did you mean seed?"),
   (f"search={{{COUNTS.replace('tpe', 'tpu')}, {SPACE}}}",): ("sampler=tpu", "tpe?"),
   (f"search={{{COUNTS.replace('2', '0')}, {SPACE}}}",): ("rounds=0", "below 1"),
   (f"search={{{COUNTS.replace('3', '4096')}, {SPACE}}}",): ("8192 members are more than 4096",),

@@ -9,6 +9,7 @@ import pytest
 import tiny_families as families
 from support.slow_cases import slow
 
+from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
@@ -115,9 +116,7 @@ def decoded_with_drafts(model, params):
 
 
 # Recurrent states keep no earlier position to return to.
-WITHOUT_RECURRENCE = [
-  name for name in MODELS if not families.model_config(name).num_recurrent_layers
-]
+WITHOUT_RECURRENCE = [name for name in MODELS if not has_recurrence(families.model_config(name))]
 CASES = [(name, False) if name in FAST else slow(name, False) for name in MODELS]
 
 

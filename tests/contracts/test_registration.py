@@ -14,7 +14,7 @@ from flax import struct
 
 from maxlite import registry as tables
 from maxlite.config import load_config
-from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.model_families import MODELS, AttentionForm, ModelFamily, MoeForm
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
 from maxlite.metrics.writers import read_rows
@@ -99,7 +99,7 @@ def write_toys():
   for kind in ("attention", "grouped_matmul"):
     table, name = KINDS[kind]
     backend = table[name]
-    setattr(TOYS, kind, dataclasses.replace(backend, run=recorded(kind, backend.run)))
+    setattr(TOYS, kind, dataclasses.replace(backend, implementation=recorded(kind, backend.run)))
   TOYS.dispatch = dataclasses.replace(
     ragged,
     apply_experts=recorded("dispatch", ragged.apply_experts),
@@ -113,7 +113,7 @@ def registered():
   write_toys()
   for kind, (table, _) in KINDS.items():
     table["toy"] = f"{__name__}:TOYS.{kind}"
-  MODELS["toy"] = ModelFamily(is_moe=True, qk_norm="head")
+  MODELS["toy"] = ModelFamily(AttentionForm(qk_norm="head"), MoeForm())
   yield
   for table, _ in KINDS.values():
     del table["toy"]
@@ -153,7 +153,7 @@ def test_training_calls_the_toy(kind, trained):
 
 def test_toy_family(trained):
   cfg = load_config(["decoder_block=toy"]).model
-  assert cfg.family.qk_norm == "head"
+  assert cfg.family.attention.qk_norm == "head"
 
 
 def test_toy_strategy(registered):

@@ -3,7 +3,7 @@
 import json
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, programs
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]")
 TEXT = "What is the sum of two and three? It is five. You are helpful. user assistant system café"
@@ -66,13 +66,13 @@ def save_tokenizer(folder, metaspace="", **configs):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=metaspace)
     alphabet = sorted({*TEXT, *"<|im_endstaroxf>/[INST]\n🙂é▁"})
-  program = programs.BpeTrainer(
+  trainer = trainers.BpeTrainer(
     vocab_size=340,
     special_tokens=list(SPECIALS),
     initial_alphabet=alphabet,
     show_progress=False,
   )
-  tokenizer.train_from_iterator([TEXT] * 3, program)
+  tokenizer.train_from_iterator([TEXT] * 3, trainer)
   folder.mkdir(exist_ok=True)
   path = folder / "tokenizer.json"
   tokenizer.save(str(path))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from chat_cases import save_tokenizer
 from support.slow_cases import slow
-from tokenizers import Tokenizer, models, pre_tokenizers, programs
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxlite.config.schema import DataConfig
 from maxlite.data import tokenize
@@ -33,10 +33,10 @@ def bpe(tmp_path_factory):
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   alphabet = pre_tokenizers.ByteLevel.alphabet()
-  program = programs.BpeTrainer(
+  trainer = trainers.BpeTrainer(
     vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
   )
-  tokenizer.train_from_iterator(["the quick brown fox"] * 50, program)
+  tokenizer.train_from_iterator(["the quick brown fox"] * 50, trainer)
   tokenizer.save(str(path))
   return HuggingFaceTokenizer(str(path))
 

@@ -25,13 +25,13 @@ def save_huggingface(folder, specials=("<|endoftext|>",)):
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  program = tokenizers.programs.BpeTrainer(
+  trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=320,
     special_tokens=list(specials),
     initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator([TEXT], program)
+  tokenizer.train_from_iterator([TEXT], trainer)
   tokenizer.enable_truncation(5)
   path = folder / "tokenizer.json"
   tokenizer.save(str(path))

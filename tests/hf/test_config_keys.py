@@ -19,9 +19,11 @@ from config_variants import (
 )
 
 import maxlite
+from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
+from maxlite.hf.hf_config import find_family
 
 NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -141,7 +143,7 @@ REFUSED = [
   ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "has no_rope_layers"),
   ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
   ("olmo3", {"layer_types": ["full_attention"] * 5}, "has layer_types"),
-  ("qwen3_moe", {"mlp_only_layers": [1]}, r"decoder_sparse_step=1 and mlp_only_layers=\[1\]"),
+  ("qwen3_moe", {"mlp_only_layers": [0, 1]}, r"step=1 and mlp_only_layers=\[0, 1\], with which no"),
   ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step=3"),
   ("exaone4", {"sliding_window": None}, "has layer_types"),
   ("exaone4", {"layer_types": None, "sliding_window_pattern": 2}, "sliding_window_pattern=2"),
@@ -207,6 +209,17 @@ def test_dense_layers_are_the_first_ones_and_all_but_every_nth():
   assert keys_of(2, [0, 1]) == (2, 2)
   assert keys_of(2, [0, 1, 2]) == (2, 2)
   assert keys_of(2, [0, 2]) == (0, 2)
+  assert keys_of(1, [0, 1, 2, 4, 6]) == (2, 2)
+
+
+def test_other_dense_layers_are_listed_and_survive_the_export():
+  for step, listed, dense in [(1, [2, 3], (2, 3)), (3, [], (0, 1, 3, 4, 6, 7)), (2, [3], None)]:
+    layers = {"num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": listed}
+    keys = FAMILIES["qwen3_moe"].config_from_hf(config_of("qwen3_moe") | layers)
+    assert keys["mlp_only_layers"] == (dense or (0, 2, 3, 4, 6))
+    _, hf = find_family(build(ModelConfig, DEFAULTS | {"decoder_block": "qwen3_moe"} | keys))
+    assert tuple(hf["mlp_only_layers"]) == keys["mlp_only_layers"]
+    assert hf["decoder_sparse_step"] == 1
 
 
 @pytest.mark.parametrize(("model_type", "others", "message"), REFUSED)

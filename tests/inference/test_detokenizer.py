@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, programs
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.tokenizer import open_tokenizer
@@ -40,8 +40,8 @@ def byte_level_bpe(path):
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
   alphabet = pre_tokenizers.ByteLevel.alphabet()
-  program = programs.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-  tokenizer.train_from_iterator([" the cat sat on the 世界 the 世界"], program)
+  trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+  tokenizer.train_from_iterator([" the cat sat on the 世界 the 世界"], trainer)
   return save(tokenizer, path)
 
 

@@ -15,6 +15,7 @@ from support.slow_cases import fast_only, slow
 
 from maxlite.kernels import tokamax_library
 from maxlite.kernels.attention import api, splash, tokamax
+from maxlite.kernels.attention import backend as entries
 from maxlite.kernels.attention.backend import AttentionFeatures
 from maxlite.kernels.hardware import Hardware
 from maxlite.planning.hlo import parse
@@ -38,10 +39,10 @@ SEGMENT_BT = np.stack([np.repeat([1, 2, 3, 0], [7, 20, 6, 7]), np.ones(40)]).ast
 def on_cpus(monkeypatch, request):
   """Kernels for TPUs are interpreted; tokamax, which has no interpreter, uses XLA's operations."""
   kernel = functools.partial(splash.attention, interpret=True)
-  interpreted = dataclasses.replace(splash.BACKEND, run=kernel)
+  interpreted = dataclasses.replace(entries.SPLASH, implementation=kernel)
   monkeypatch.setitem(ATTENTION_BACKENDS, "splash", interpreted)
   emulated = functools.partial(tokamax.attention, implementation="xla")
-  by_xla = dataclasses.replace(tokamax.BACKEND, run=emulated)
+  by_xla = dataclasses.replace(entries.TOKAMAX, implementation=emulated)
   monkeypatch.setitem(ATTENTION_BACKENDS, "tokamax", by_xla)
   callspec = getattr(request.node, "callspec", None)
   if callspec is None or callspec.params.get("backend") != "tokamax":
@@ -421,7 +422,7 @@ def test_auto_chooses_by_hardware_and_features(
   modules = None
   if is_installed:
     modules = tokamax_library.AttentionModules(api, api)
-  monkeypatch.setattr(tokamax, "find_attention", lambda: modules)
+  monkeypatch.setattr(entries, "find_attention", lambda: modules)
   assert api.resolve_backend("auto", hardware, features) == backend
 
 

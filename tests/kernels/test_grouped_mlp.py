@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from support import trees
 from support.slow_cases import fast_only, slow
 
+from maxlite.kernels.grouped_matmul import backend as entries
 from maxlite.kernels.grouped_mlp import megablox_mlp
 from maxlite.kernels.grouped_mlp.api import grouped_mlp
 from maxlite.kernels.grouped_mlp.biases import Adapter, Adapters, Biases
 from maxlite.layers.mlp import build_activation
-from maxlite.registry import GROUPED_MATMUL_BACKENDS, GROUPED_MLP_BACKENDS
+from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
 HERE = [name for name in GROUPED_MATMUL_BACKENDS if name not in INTERPRETED]
 NUM_ROWS = 200
@@ -33,8 +34,8 @@ GATED = build_activation(("silu", "linear"))
 def on_cpus(monkeypatch):
   """The kernels for TPUs are interpreted."""
   kernel = functools.partial(megablox_mlp.grouped_mlp, interpret=True)
-  interpreted = dataclasses.replace(megablox_mlp.BACKEND, run=kernel)
-  monkeypatch.setitem(GROUPED_MLP_BACKENDS, "megablox", interpreted)
+  interpreted = dataclasses.replace(entries.MEGABLOX, network=kernel)
+  monkeypatch.setitem(GROUPED_MATMUL_BACKENDS, "megablox", interpreted)
 
 
 def make_params(rng, *, biased, num_in=2, dtype=np.float64):

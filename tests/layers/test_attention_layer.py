@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from support.slow_cases import slow
 
-from maxlite.config.model_families import MODELS, ModelFamily
+from maxlite.config.layer_specs import AttentionSpec, RopeSpec
+from maxlite.config.model_families import AttentionForm
 from maxlite.config.schema import ModelConfig, RopeConfig
 from maxlite.layers.attention import Attention
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.rope import rope_tables
 
 NUM_POSITIONS = 12
@@ -52,25 +54,29 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
     limits = {"attn_logits_soft_cap": SOFT_CAP, "clip_qkv": LIMIT}
   cfg = dataclasses.replace(
     ModelConfig(),
-    decoder_block="toy",
-    base_num_query_heads=NUM_HEADS,
-    base_num_kv_heads=num_kv_heads,
-    head_dim=HEAD_DIM,
     query_pre_attn_scalar=SCALE**-2,
     normalization_layer_epsilon=EPSILON,
     attention="chunked",
     attention_block_q=4,
-    sliding_window_size=WINDOW,
     **limits,
   )
-  family = ModelFamily(qk_norm=qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything)
-  rope = rope_tables(POSITION_BT, HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
-  is_local = jnp.bool_(everything)  # traced, as in a scan over local and global layers
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(MODELS, "toy", family)
-    layer = Attention(cfg, sharder)
-    y_BTD, _ = layer.apply({"params": params}, x_BTD, SEGMENT_BT, rope, is_local)
-    return y_BTD
+  rope = RopeSpec("main", HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
+  spec = AttentionSpec(
+    AttentionForm(qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything),
+    num_heads=NUM_HEADS,
+    num_kv_heads=num_kv_heads,
+    head_dim=HEAD_DIM,
+    rope=rope,
+  )
+  # As in a scan over local and global layers.
+  spec = dataclasses.replace(spec, window=WINDOW, otherwise=spec)
+  inputs = LayerInputs(
+    jnp.asarray(SEGMENT_BT),
+    {"main": rope_tables(POSITION_BT, HEAD_DIM, rope.config)},
+    is_first=jnp.bool_(everything),
+  )
+  y_BTD, _ = Attention(cfg, sharder, spec).apply({"params": params}, x_BTD, inputs)
+  return y_BTD
 
 
 @pytest.mark.parametrize("mesh", ["one device", slow("context tensor")])

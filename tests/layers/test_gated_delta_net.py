@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import ModelConfig
 from maxlite.config.schema.model_config import GatedDeltaConfig
 from maxlite.layers import cache
 from maxlite.layers.causal_conv import causal_conv, last_positions
 from maxlite.layers.gated_delta_net import GatedDeltaNet
+from maxlite.layers.layer_inputs import LayerInputs
 
 NUM_ROWS = 8
 NUM_POSITIONS = 16
@@ -32,6 +34,7 @@ SEGMENT_BT[0] = np.repeat([1, 2, 3, 0], [3, 5, 6, 2])
 SEGMENT_BT[1] = np.repeat([1, 2], [7, 9])
 SEGMENT_BT[2] = np.repeat([1, 2, 3], [1, 14, 1])
 
+SPEC = layer_specs(CFG)[0].mixer
 MESHES = ("data fsdp tensor", "context expert fsdp", "context tensor")
 
 
@@ -43,8 +46,8 @@ def x_BTD():
 
 @pytest.fixture(scope="module")
 def params(sharders, x_BTD):
-  module = GatedDeltaNet(CFG, sharders["one device"])
-  variables = jax.jit(module.init)(jax.random.key(0), x_BTD, SEGMENT_BT)
+  module = GatedDeltaNet(CFG, sharders["one device"], SPEC)
+  variables = jax.jit(module.init)(jax.random.key(0), x_BTD, LayerInputs(SEGMENT_BT))
   return jax.tree.map(lambda leaf: leaf.value, variables["params"], is_leaf=_is_box)
 
 
@@ -53,11 +56,11 @@ def _is_box(leaf):
 
 
 def value_and_gradients(sharder, params, x_BTD):
-  module = GatedDeltaNet(CFG, sharder)
+  module = GatedDeltaNet(CFG, sharder, SPEC)
   weight = np.cos(np.arange(x_BTD.size, dtype=np.float32)).reshape(x_BTD.shape)
 
   def loss(params, x_BTD):
-    y_BTD = module.apply({"params": params}, x_BTD, SEGMENT_BT)
+    y_BTD, _ = module.apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT))
     y_BTD = jnp.where(SEGMENT_BT[..., None] > 0, y_BTD, 0)
     return jnp.sum(y_BTD * weight), y_BTD
 
@@ -87,13 +90,13 @@ def test_every_parameter_has_a_gradient(expected):
 
 
 def test_documents_do_not_mix(sharders, params, x_BTD):
-  apply = jax.jit(GatedDeltaNet(CFG, sharders["one device"]).apply)
-  packed_BTD = apply({"params": params}, x_BTD, SEGMENT_BT)
+  apply = jax.jit(GatedDeltaNet(CFG, sharders["one device"], SPEC).apply)
+  packed_BTD, _ = apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT))
   for row, document in [(0, 2), (0, 3), (1, 2), (2, 3)]:
     span = np.flatnonzero(SEGMENT_BT[row] == document)
     alone_BTD = np.zeros_like(x_BTD)
     alone_BTD[0, : len(span)] = x_BTD[row, span]
-    y_BTD = apply({"params": params}, alone_BTD, np.ones_like(SEGMENT_BT))
+    y_BTD, _ = apply({"params": params}, alone_BTD, LayerInputs(np.ones_like(SEGMENT_BT)))
     np.testing.assert_allclose(packed_BTD[row, span], y_BTD[0, : len(span)], rtol=1e-5, atol=1e-5)
 
 
@@ -102,13 +105,13 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
 
   The first prompt's row is idle in the second of these steps.
   """
-  module = GatedDeltaNet(CFG, sharders["one device"])
+  module = GatedDeltaNet(CFG, sharders["one device"], SPEC)
   apply = jax.jit(functools.partial(module.apply, mutable=[cache.COLLECTION]))
   variables = {"params": params}
   length_B = np.arange(NUM_ROWS, dtype=np.int32) + 5
   segment_BT = (np.arange(NUM_POSITIONS)[None] < length_B[:, None]).astype(np.int32)
-  whole_BTD, _ = apply(variables, x_BTD, np.ones_like(segment_BT))
-  _, prefill = apply(variables, x_BTD, segment_BT)
+  (whole_BTD, _), _ = apply(variables, x_BTD, LayerInputs(np.ones_like(segment_BT)))
+  _, prefill = apply(variables, x_BTD, LayerInputs(segment_BT))
   num_cached = NUM_ROWS + 2  # rows of the cache
   row_B = np.arange(NUM_ROWS)[::-1] + 2
 
@@ -123,7 +126,9 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
     new_BTD[row_B, 0] = x_BTD[np.arange(NUM_ROWS), length_B + step]
     is_active_BT = np.zeros((num_cached, 1), np.int32)
     is_active_BT[row_B[first_active:]] = 1
-    y_BTD, updated = apply(variables | {cache.COLLECTION: entries}, new_BTD, is_active_BT)
+    inputs = LayerInputs(is_active_BT)
+    result, updated = apply(variables | {cache.COLLECTION: entries}, new_BTD, inputs)
+    y_BTD, _ = result
     for prompt in range(first_active, NUM_ROWS):
       want_D = whole_BTD[prompt, length_B[prompt] + step]
       np.testing.assert_allclose(y_BTD[row_B[prompt], 0], want_D, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,9 @@ import pytest
 from support import trees
 from support.slow_cases import slow
 
+from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.rope import RopeTables
 
@@ -60,9 +62,10 @@ def layer(sharder, q_lora_rank, params, x_BTD):
   cfg = ModelConfig(
     decoder_block="deepseek", base_num_query_heads=NUM_HEADS, attention_block_q=4, mla=mla
   )
-  module = LatentAttention(cfg, sharder)
+  module = LatentAttention(cfg, sharder, layer_specs(cfg)[0].mixer)
   rope = RopeTables(jnp.cos(ANGLE_BTR), jnp.sin(ANGLE_BTR))
-  return module.apply({"params": params}, x_BTD, SEGMENT_BT, rope)
+  y_BTD, _ = module.apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT, {"main": rope}))
+  return y_BTD
 
 
 def formula(params, x_BTD):

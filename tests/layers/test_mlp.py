@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import trees
 
+from maxlite.config.layer_specs import MlpSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.mlp import MLP, build_activation, checkpointed_activation
 
@@ -37,7 +38,7 @@ def formula(activations, params, x_BTD):
 def test_gated_and_ungated(sharders, activations):
   with jax.enable_x64(True):
     cfg = ModelConfig(mlp_activations=activations, weight_dtype="float64")
-    mlp = MLP(cfg, sharders["one device"], hidden_dim=6)
+    mlp = MLP(cfg, sharders["one device"], MlpSpec(6))
     params = {"wo": {"kernel": draw((6, 4), 2)}}
     for i in range(len(activations)):
       params[f"wi_{i}"] = {"kernel": draw((4, 6), i)}

@@ -11,12 +11,14 @@ from flax.linen import meta
 from support import trees
 from support.slow_cases import fast_only, slow
 
+from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
+from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import Decoder
-from maxlite.models.decoder_layer import DecoderLayer, Rope
+from maxlite.models.decoder_layer import DecoderLayer
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {
@@ -39,7 +41,8 @@ TINY = {
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 SEGMENT_BT = np.ones_like(TOKENS_BT)
 POSITION_BT = np.tile(np.arange(12, dtype=np.int32), (2, 1))
-# Layer plan -> of each layer: whether it is MoE, the path of its parameters, its row in the stack.
+# Layer plan, or the dense layers -> of each layer: whether it is MoE, the path of its parameters,
+# its row in the stack.
 PLANS = {
   (0, 1): [
     (True, "layers", 0),
@@ -61,6 +64,13 @@ PLANS = {
     (True, "layers/mixture", 0),
     (False, "layers/dense_0", 1),
     (True, "layers/mixture", 1),
+  ],
+  (1, 3, 4): [
+    (True, "layers_from_0", 0),
+    (False, "layers_from_1", 0),
+    (True, "layers_from_2", 0),
+    (False, "layers_from_3", 0),
+    (False, "layers_from_3", 1),
   ],
 }
 
@@ -84,26 +94,26 @@ def hidden(model, params, tokens_BT=TOKENS_BT):
   return jax.jit(run)(tokens_BT, SEGMENT_BT, POSITION_BT)
 
 
-@pytest.mark.parametrize("plan", fast_only(PLANS, (1, 2)), ids=str)
+@pytest.mark.parametrize("plan", fast_only(PLANS, (1, 2), (1, 3, 4)), ids=str)
 def test_layers_run_in_order(plan):
-  num_dense, step = plan
-  model = model_of(first_num_dense_layers=num_dense, interleave_moe_layer_step=step, scan_unroll=2)
+  keys = {"mlp_only_layers": plan}
+  if len(plan) == 2:
+    keys = dict(zip(("first_num_dense_layers", "interleave_moe_layer_step"), plan, strict=True))
+  model = model_of(**keys, scan_unroll=2)
   params = params_of(model)
-  dense_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=False).apply)
-  moe_layer = jax.jit(DecoderLayer(model.cfg, model.sharder, moe=True).apply)
   x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
   sums = []
-  rope = Rope(rope_tables(POSITION_BT, 4, model.cfg.rope))
-  for is_moe, place, row in PLANS[plan]:
+  inputs = LayerInputs(SEGMENT_BT, {"main": rope_tables(POSITION_BT, 4, model.cfg.rope)})
+  for spec, (is_moe, place, row) in zip(layer_specs(model.cfg), PLANS[plan], strict=True):
     stack = params
     for name in place.split("/"):
       stack = stack[name]
     variables = {"params": jax.tree.map(lambda leaf, row=row: leaf[row], stack)}
+    layer = jax.jit(DecoderLayer(model.cfg, model.sharder, spec).apply)
+    x_BTD, outputs = layer(variables, x_BTD, inputs)
+    assert bool(outputs.sums) == is_moe
     if is_moe:
-      x_BTD, outputs = moe_layer(variables, x_BTD, SEGMENT_BT, rope)
       sums.append(outputs.sums)
-    else:
-      x_BTD, _ = dense_layer(variables, x_BTD, SEGMENT_BT, rope)
   norm = RMSNorm(model.cfg.normalization_layer_epsilon, jnp.float32)
   expected_BTD = norm.apply({"params": params["final_norm"]}, x_BTD)
   got_BTD, got = hidden(model, params)

@@ -314,7 +314,9 @@ def use_kernel(registry: Registry, backend: str) -> None:
     sys.exit()
   options = ON_CPUS.get(backend, {"interpret": True})
   entry = registry[backend]
-  registry[backend] = dataclasses.replace(entry, run=functools.partial(entry.run, **options))
+  registry[backend] = dataclasses.replace(
+    entry, implementation=functools.partial(entry.run, **options)
+  )
 
 
 def runs_here(backend: str) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from array_record.python.array_record_module import ArrayRecordWriter
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, programs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
 from maxlite.data.host_batches import prefetch
@@ -84,13 +84,13 @@ def train_tokenizer(texts: Iterator[str], path: Path) -> Tokenizer:
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
-  program = programs.BpeTrainer(
+  trainer = trainers.BpeTrainer(
     vocab_size=VOCAB,
     special_tokens=["</s>"],
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator(texts, program)
+  tokenizer.train_from_iterator(texts, trainer)
   tokenizer.save(str(path))
   return tokenizer
 

@@ -43,6 +43,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step import SHAPE, tokens_of, trainer_candidate
 
 from maxlite.config import load_config
+from maxlite.config.layer_specs import MlpSpec, MoeSpec
+from maxlite.config.model_families import MoeForm
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.hardware import Hardware, hardware_of
 from maxlite.kernels.xla_cpu import keep_freed_memory
@@ -242,7 +244,7 @@ def layer(timer: Timer, platform: str) -> None:
   del platform
   for dtype in ("float32", "bfloat16"):
     sharder = one_axis_mesh("data", jax.devices()[:1])
-    mlp = MLP(load_config(LAYER).model, sharder, 2048)
+    mlp = MLP(load_config(LAYER).model, sharder, MlpSpec(2048))
     runs = {
       "dense": layer_run(mlp, sharder, dtype),
       "moe": layer_run(moe(sharder), sharder, dtype),
@@ -298,7 +300,7 @@ def one_axis_mesh(mesh_axis: str, devices: list[jax.Device]) -> Sharder:
 
 
 def moe(sharder: Sharder) -> MoeBlock:
-  return MoeBlock(load_config(LAYER).model, sharder)
+  return MoeBlock(load_config(LAYER).model, sharder, MoeSpec(MoeForm()))
 
 
 def layer_run(

@@ -1,8 +1,8 @@
 """Rules on data: its files, tokenizer, conversations and batches."""
 
 import os
+import re
 
-from maxlite.config.data_files import other_dataset_type, template_fix, tokenizer_fix
 from maxlite.config.rules.path_rules import is_file
 from maxlite.config.rules.violation import (
   Violation,
@@ -14,9 +14,11 @@ from maxlite.config.schema import Config, flatten
 from maxlite.config.schema.data_config import MESSAGE_FIELDS, ROW_FIELDS, SCHEDULE_KEYS
 from maxlite.config.values import suggest
 from maxlite.config.yaml_files import CONFIGS
-from maxlite.registry import SOURCES, TOKENIZERS
+from maxlite.registry import SOURCES, TOKENIZERS, other_dataset_type
 from maxlite.storage.file_io import expand_glob
 from maxlite.storage.tokenizer_files import FOLDER, MAIN_FILES
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def tokenizer(cfg: Config) -> Violations:
@@ -37,7 +39,7 @@ def tokenizer(cfg: Config) -> Violations:
       f"{entry.units} need no file; write tokenizer_type={' or '.join(with_file)}, or no path",
     )
   if entry.needs_file and not data.tokenizer_path:
-    yield Violation(keys, tokenizer_fix(data.tokenizer_path))
+    yield Violation(keys, _tokenizer_fix(cfg))
 
 
 def chat(cfg: Config) -> Violations:
@@ -160,7 +162,7 @@ def data_files(cfg: Config) -> Violations:
     yield Violation(["tokenizer_path", "tokenizer_type"], _tokenizer_fix(cfg))
   template = data.chat_template_path
   if template and not is_file(template):
-    yield Violation(["chat_template_path"], template_fix(template, CONFIGS.parent))
+    yield Violation(["chat_template_path"], _template_fix(template))
   if SOURCES.entry(data.dataset_type).is_synthetic:
     return
   if data.dataset_mixture:  # its sources are validated one by one
@@ -178,9 +180,28 @@ def _tokenizer_fix(cfg: Config) -> str:
   path = cfg.data.tokenizer_path
   folder = os.path.join(cfg.run.base_output_directory, cfg.run.run_name, FOLDER)
   own = os.path.join(folder, MAIN_FILES.get(cfg.data.tokenizer_type, os.path.basename(path)))
-  if is_file(own):
+  if path and is_file(own):
     return f"no such file; write tokenizer_path={own}, the copy that the run has"
-  return tokenizer_fix(path)
+  for kind, name in MAIN_FILES.items():
+    found = os.path.join(path, name)
+    if path and is_file(found):
+      return f"is a folder; write tokenizer_type={kind} tokenizer_path={found}"
+  if _HUB_NAME.fullmatch(path) and not path.endswith((".json", ".model")):
+    owner, _, name = path.rpartition("/")
+    uri = f"hf://{owner or 'OWNER'}/{name}/tokenizer.json"
+    return (
+      f"no such file; write tokenizer_type=huggingface tokenizer_path={uri} for the tokenizer of a "
+      "model on Hugging Face's hub"
+    )
+  return "no such file; write tokenizer_path=FILE, or tokenizer_type=byte without a path"
+
+
+def _template_fix(path: str) -> str:
+  """What to write instead of a chat_template_path that is not a file."""
+  in_package = CONFIGS.parent / path
+  if not os.path.isabs(path) and in_package.is_file():
+    return f"no such file in this folder; write chat_template_path={in_package}"
+  return "no such file; write chat_template_path=FILE, a Jinja2 template"
 
 
 def _data_file(key: str, entry: str, dataset_type: str) -> Violations:

@@ -6,7 +6,6 @@ from maxlite.config.rules.violation import (
   Violations,
   changed_keys,
   ensemble_key,
-  set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, flatten
 from maxlite.registry import ENSEMBLE_STRATEGIES, StrategyEntry
@@ -147,11 +146,11 @@ def search(cfg: Config) -> Violations:
   """The rules on searches, which propose the members in rounds."""
   if not cfg.ensemble.search:
     return
-  for key in set_keys(cfg, ["members", "sweep"]):
+  for key in changed_keys(cfg, ["members", "sweep"]):
     yield Violation(
       ["search", key], f"a search proposes the members; write search={{}}, or no {key}"
     )
-  for key in set_keys(cfg, ["pbt_period", "asha_reduction_factor"]):
+  for key in changed_keys(cfg, ["pbt_period", "asha_reduction_factor"]):
     yield Violation(
       [key, "search"], f"compares members of one start, not of several rounds; write {key}=0"
     )

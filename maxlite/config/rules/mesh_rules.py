@@ -54,18 +54,13 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
   """Each key of a dimension in use, with the mesh axes that shard it by the default table."""
   model = cfg.model
   family = model.family
-  has_dense_mlp = (
-    not family.is_moe
-    or model.moe.first_num_dense_layers > 0
-    or model.moe.interleave_moe_layer_step > 1
-    or family.mlp_beside_experts
-  )
+  has_per_layer_inputs = family.reads("cycle") and model.cycle.hidden_size_per_layer_input > 0
   dimensions = [(key, ["tensor"]) for key in _head_counts(model)]
-  if model.has_per_layer_inputs:
+  if has_per_layer_inputs:
     dimensions.append(("hidden_size_per_layer_input", ["tensor"]))
   if family.is_moe:
     dimensions.append(("base_moe_mlp_dim", ["tensor"]))
-  if has_dense_mlp:
+  if model.has_dense_mlp:
     dimensions.append(("base_mlp_dim", ["tensor"]))
   if model.num_draft_heads or model.mtp_num_layers:
     dimensions.append(("base_emb_dim", ["tensor"]))
@@ -75,9 +70,9 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
     dimensions.append(("num_experts", ["expert"]))
   by_fsdp = ["fsdp", "context", "expert"]
   dimensions.append(("base_emb_dim", by_fsdp))
-  if model.has_per_layer_inputs:
+  if has_per_layer_inputs:
     dimensions.append(("hidden_size_per_layer_input", by_fsdp))
-  if family.latent_attention:
+  if family.reads("mla"):
     dimensions.append(("q_lora_rank", by_fsdp))
     dimensions.append(("kv_lora_rank", by_fsdp))
   return dimensions
@@ -87,11 +82,11 @@ def _head_counts(model: ModelConfig) -> list[str]:
   """The keys of numbers of heads that are in use."""
   family = model.family
   keys = ["base_num_query_heads"]
-  if not family.latent_attention:
+  if not family.reads("mla"):
     keys.append("base_num_kv_heads")
   if model.global_num_kv_heads != model.base_num_kv_heads:
     keys.append("global_num_kv_heads")
-  if family.gated_delta_layers:
+  if family.reads("gdn"):
     keys += ["gdn_num_key_heads", "gdn_num_value_heads"]
   return keys
 
@@ -157,7 +152,7 @@ def _ulysses(cfg: Config, num_shards: int) -> Violations:
   key = "context_parallel_strategy"
   tensor = _num_shards(cfg, "tensor")
   num_heads = cfg.model.base_num_query_heads // tensor
-  if cfg.model.family.latent_attention:
+  if cfg.model.family.reads("mla"):
     num_groups = num_heads
   else:
     num_groups = max(cfg.model.base_num_kv_heads // tensor, 1)

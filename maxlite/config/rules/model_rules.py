@@ -6,7 +6,6 @@ from maxlite.config.rules.violation import (
   Violations,
   changed_keys,
   largest_divisor,
-  set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
 from maxlite.registry import ATTENTION_BACKENDS
@@ -29,7 +28,7 @@ def attention(cfg: Config) -> Violations:
   """The rules on heads, and on the backend of attention."""
   model = cfg.model
   num_heads = model.base_num_query_heads
-  is_latent = model.family.latent_attention
+  is_latent = model.family.reads("mla")
   if not is_latent and num_heads % model.base_num_kv_heads:
     divisor = largest_divisor(num_heads, model.base_num_kv_heads)
     yield Violation(
@@ -38,12 +37,14 @@ def attention(cfg: Config) -> Violations:
     )
   yield from _rotated_channels(cfg)
   if is_latent:
-    for key in set_keys(
+    for key in changed_keys(
       cfg,
       ["sliding_window_size", "attn_logits_soft_cap", "query_pre_attn_scalar", "clip_qkv"],
     ):
       yield Violation([key, "decoder_block"], f"not supported by latent attention; write {key}=0")
-  has_two_ropes = model.global_layer_interval > 0 and model.family.global_rope
+  has_two_ropes = model.family.reads("cycle") or (
+    model.family.global_layer_every > 0 and model.family.global_rope
+  )
   if model.rope.local_rope_max_timescale and not has_two_ropes:
     yield Violation(
       ["local_rope_max_timescale", "decoder_block"],
@@ -58,7 +59,7 @@ def _attention_backend(cfg: Config) -> Violations:
   if model.attention not in ATTENTION_BACKENDS:  # auto
     return
   backend = ATTENTION_BACKENDS[model.attention]
-  if model.family.sinks and not backend.has_sinks:
+  if model.family.attention.sinks and not backend.has_sinks:
     yield Violation(
       ["attention", "decoder_block"],
       "this backend does not support sinks; write attention=chunked",
@@ -79,7 +80,7 @@ def _rotated_channels(cfg: Config) -> Violations:
   """The rules on the channels of a head that the rotary embedding rotates."""
   model = cfg.model
   sizes = {"head_dim": model.head_dim}
-  if model.family.latent_attention:
+  if model.family.reads("mla"):
     sizes = {"qk_rope_head_dim": model.mla.qk_rope_head_dim}
   elif model.global_head_dim != model.head_dim:
     sizes["global_head_dim"] = model.global_head_dim
@@ -96,7 +97,7 @@ def _rotated_channels(cfg: Config) -> Violations:
       ["partial_rotary_factor", key],
       f"rotates {rotated} channels, but needs a positive even number; write 1",
     )
-  if model.family.latent_attention and model.rope.partial_rotary_factor != 1:
+  if model.family.reads("mla") and model.rope.partial_rotary_factor != 1:
     yield Violation(
       ["partial_rotary_factor", "decoder_block"],
       "not supported by latent attention, where qk_rope_head_dim rotate; write 1",
@@ -106,7 +107,7 @@ def _rotated_channels(cfg: Config) -> Violations:
 def gated_delta(cfg: Config) -> Violations:
   """The rules on models with gated delta nets."""
   model = cfg.model
-  if not model.family.gated_delta_layers:
+  if not model.family.reads("gdn"):
     return
   yield from _layers_per_unit(cfg)
   gdn = model.gdn
@@ -134,17 +135,18 @@ def _layers_per_unit(cfg: Config) -> Violations:
       ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
       f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
     )
-  for key, default in (("first_num_dense_layers", 0), ("interleave_moe_layer_step", 1)):
-    if model.family.is_moe and getattr(model.moe, key) != default:
+  for key in ("first_num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers"):
+    if model.family.is_moe and getattr(model.moe, key) != DEFAULTS[key]:
       yield Violation(
-        [key, "decoder_block"], f"all layers of this family are MoE; write {key}={default}"
+        [key, "decoder_block"],
+        f"all layers of this family are MoE; write {key}={show(DEFAULTS[key])}",
       )
 
 
 def layer_cycles(cfg: Config) -> Violations:
   """The rules on models whose layers are cycles of local layers and a global one."""
   model = cfg.model
-  if not model.family.layer_cycles:
+  if not model.family.reads("cycle"):
     for key in changed_keys(cfg, list(flatten(CycleConfig()))):
       yield Violation(
         [key, "decoder_block"],
@@ -240,7 +242,7 @@ def longrope(cfg: Config) -> Violations:
       "must be at least 2, the context before extension; write for example 4096",
     )
   num_pairs = int(cfg.model.head_dim * rope.partial_rotary_factor) // 2
-  if cfg.model.family.latent_attention:
+  if cfg.model.family.reads("mla"):
     num_pairs = cfg.model.mla.qk_rope_head_dim // 2
   for key in ("rope_short_factor", "rope_long_factor"):
     factors = getattr(rope, key)

@@ -1,5 +1,6 @@
 """Rules on mixture-of-experts models; those of other families are not checked."""
 
+from maxlite.config.moe_plan import moe_plan
 from maxlite.config.raw_values import show
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
@@ -27,6 +28,9 @@ def moe_layers(cfg: Config) -> Violations:
       ["num_experts_per_tok", "num_experts"],
       f"there are fewer experts; write num_experts_per_tok={moe.num_experts} or less",
     )
+  if moe.mlp_only_layers:
+    yield from _mlp_only_layers(cfg)
+    return
   keys = ["first_num_dense_layers", "base_num_decoder_layers"]
   num_others = model.base_num_decoder_layers - moe.first_num_dense_layers
   if num_others <= 0:
@@ -40,6 +44,34 @@ def moe_layers(cfg: Config) -> Violations:
     yield Violation(
       ["interleave_moe_layer_step", *keys],
       f"does not divide the {num_others} other layers; write interleave_moe_layer_step={divisor}",
+    )
+
+
+def _mlp_only_layers(cfg: Config) -> Violations:
+  """The rules on dense layers that are listed."""
+  moe = cfg.model.moe
+  num_layers = cfg.model.base_num_decoder_layers
+  for key in changed_keys(cfg, ["first_num_dense_layers", "interleave_moe_layer_step"]):
+    yield Violation(
+      [key, "mlp_only_layers"], f"the list has all dense layers; write {key}={show(DEFAULTS[key])}"
+    )
+  if list(moe.mlp_only_layers) != sorted({*moe.mlp_only_layers} & {*range(num_layers)}):
+    yield Violation(
+      ["mlp_only_layers", "base_num_decoder_layers"],
+      f"must be different numbers from 0 to {num_layers - 1}, in order",
+    )
+    return
+  has_experts = [layer not in moe.mlp_only_layers for layer in range(num_layers)]
+  plan = moe_plan(has_experts)
+  if not any(has_experts):
+    yield Violation(
+      ["mlp_only_layers"], "leaves no MoE layer; write fewer numbers, or decoder_block=llama"
+    )
+  elif plan is not None:
+    num_dense, step = plan
+    yield Violation(
+      ["mlp_only_layers"],
+      f"write first_num_dense_layers={num_dense} interleave_moe_layer_step={step} for these layers",
     )
 
 
@@ -67,7 +99,9 @@ def router(cfg: Config) -> Violations:
   is_grouped = moe.router in GROUP_ROUTERS
   if is_grouped:
     yield from _groups(cfg)
-  num_per_unit = sum(kind.is_moe for kind in cfg.model.layer_unit)
+  num_per_unit = 1
+  if cfg.model.family.reads("gdn") or cfg.model.family.reads("cycle"):
+    num_per_unit = cfg.model.inhomogeneous_layer_cycle_interval
   if moe.routed_bias and num_per_unit > 1:
     yield Violation(
       ["routed_bias", "decoder_block"],

@@ -2,7 +2,7 @@
 
 from maxlite.config.raw_values import show
 from maxlite.config.rules.path_rules import is_folder_name
-from maxlite.config.rules.violation import Violation, Violations, ensemble_key, set_keys
+from maxlite.config.rules.violation import Violation, Violations, changed_keys, ensemble_key
 from maxlite.config.schema import DEFAULTS, Config
 
 NOT_FOR_ENSEMBLES = (
@@ -62,7 +62,7 @@ def held_out(cfg: Config) -> Violations:
       "nothing is saved; write enable_checkpointing=true",
     )
   if cfg.ensemble.is_set:
-    for key in set_keys(cfg, NOT_FOR_ENSEMBLES):
+    for key in changed_keys(cfg, NOT_FOR_ENSEMBLES):
       yield Violation([key], f"not supported by ensembles; write {key}={show(DEFAULTS[key])}")
 
 

@@ -7,7 +7,6 @@ from maxlite.config.rules.violation import (
   Violations,
   changed_keys,
   ensemble_key,
-  set_keys,
 )
 from maxlite.config.schema import DEFAULTS, Config, flatten
 from maxlite.config.schema.training_config import PREFERENCE_KEYS, TEACHER_KEYS
@@ -55,7 +54,7 @@ def parametrization(cfg: Config) -> Violations:
   scaling = model.scaling
   key = "parametrization"
   if scaling.parametrization != "mup":
-    for name in set_keys(cfg, ["mup_base_emb_dim", "mup_base_head_dim"]):
+    for name in changed_keys(cfg, ["mup_base_emb_dim", "mup_base_head_dim"]):
       yield Violation([name, key], f"is only read by mup; write parametrization=mup, or {name}=0")
     return
   if not scaling.mup_base_emb_dim:
@@ -78,7 +77,7 @@ def parametrization(cfg: Config) -> Violations:
       [key, "decoder_block"],
       "mup has no rule for this family's embedding and norms; write parametrization=standard",
     )
-  has_fixed_scale = model.query_pre_attn_scalar or model.family.latent_attention
+  has_fixed_scale = model.query_pre_attn_scalar or model.family.reads("mla")
   if scaling.mup_base_head_dim and has_fixed_scale:
     yield Violation(
       ["mup_base_head_dim", "decoder_block"],

@@ -10,7 +10,6 @@ from math import isqrt
 from types import MappingProxyType
 from typing import NamedTuple
 
-from maxlite.config.config_field import KeyValue
 from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, flatten
 
 # The keys that define an ensemble.
@@ -42,12 +41,6 @@ def changed_keys(cfg: Config, keys: Sequence[str]) -> list[str]:
   """Those of `keys` that are not at their defaults, in order."""
   values = flatten(cfg)
   return [key for key in keys if values[key] != DEFAULTS[key]]
-
-
-def set_keys(cfg: Config, keys: Sequence[str]) -> list[str]:
-  """Those of `keys` whose values are not zero, empty or false, in order."""
-  values: dict[str, KeyValue] = flatten(cfg)
-  return [key for key in keys if values[key]]
 
 
 def largest_divisor(number: int, limit: int) -> int:

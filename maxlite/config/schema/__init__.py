@@ -31,7 +31,6 @@ from maxlite.config.schema.entry_point_config import (
 from maxlite.config.schema.model_config import FLOAT_TYPES as FLOAT_TYPES
 from maxlite.config.schema.model_config import CycleConfig as CycleConfig
 from maxlite.config.schema.model_config import LatentAttentionConfig as LatentAttentionConfig
-from maxlite.config.schema.model_config import LayerKind as LayerKind
 from maxlite.config.schema.model_config import LoraConfig as LoraConfig
 from maxlite.config.schema.model_config import ModelConfig
 from maxlite.config.schema.model_config import RopeConfig as RopeConfig

@@ -18,9 +18,9 @@ from maxlite.config.schema.training_config import (
 from maxlite.registry import LOSSES, SAMPLERS
 
 MAX_MEMBERS = 4096
-_SOURCE = "{name: NAME, path: [FILES], weight: 1}"
+SOURCE_FORM = "{name: NAME, path: [FILES], weight: 1}"
 _RULE = "{log_uniform: [low, high]} (for learning rates), {uniform: [low, high]} or {choice: [...]}"
-_SEARCH = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
+SEARCH_FORM = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
 # Keys of data, or their beginnings, that apply to the whole run.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
@@ -82,9 +82,9 @@ class PhaseConfig:
 class MixtureEntry:
   """A source of a mixture, or, with name, weight and from_step only, a later weight of one."""
 
-  name: str = field("", "Name of letters, digits, `.`, `_` and `-`.", required=_SOURCE)
+  name: str = field("", "Name of letters, digits, `.`, `_` and `-`.", required=SOURCE_FORM)
   weight: float = field(
-    0.0, "Share of the tokens, relative to the other sources.", low=0, required=_SOURCE
+    0.0, "Share of the tokens, relative to the other sources.", low=0, required=SOURCE_FORM
   )
   from_step: int = field(0, "Steps that are done before the weight applies.", low=0)
   max_epochs: float | None = field(
@@ -131,11 +131,11 @@ class SweepEntry:
 class SearchEntry:
   """Members in rounds, proposed by Optuna from the held-out losses of earlier rounds."""
 
-  sampler: str = field("", "Sampler of Optuna.", choices=SAMPLERS, required=_SEARCH)
-  rounds: int = field(0, "Rounds.", low=1, high=MAX_MEMBERS, required=_SEARCH)
-  num_members: int = field(0, "Members of a round.", low=1, high=MAX_MEMBERS, required=_SEARCH)
+  sampler: str = field("", "Sampler of Optuna.", choices=SAMPLERS, required=SEARCH_FORM)
+  rounds: int = field(0, "Rounds.", low=1, high=MAX_MEMBERS, required=SEARCH_FORM)
+  num_members: int = field(0, "Members of a round.", low=1, high=MAX_MEMBERS, required=SEARCH_FORM)
   space: FrozenMapping = field(
-    FrozenMapping(), "{key: rule}, with rules as in `draw` of a sweep.", required=_SEARCH
+    FrozenMapping(), "{key: rule}, with rules as in `draw` of a sweep.", required=SEARCH_FORM
   )
   seed: int = field(0, "Seed of the sampler.", low=0)
 

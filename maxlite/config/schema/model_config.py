@@ -1,7 +1,6 @@
 """Architecture, number formats and memory policy of the decoder."""
 
 import dataclasses
-from typing import NamedTuple
 
 from maxlite.config.config_field import field, model_field
 from maxlite.config.model_families import MODELS, ModelFamily
@@ -153,15 +152,6 @@ class LoraConfig:
     return self.lora_rank > 0 and self.lora_experts
 
 
-class LayerKind(NamedTuple):
-  """One of the layers of a unit that repeats."""
-
-  name: str  # of its module within the unit
-  is_moe: bool
-  is_recurrent: bool = False  # a gated delta net instead of attention
-  is_local: bool | None = None  # in a cycle of local layers and a global one; None: in no cycle
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The decoder's architecture, number formats and memory policy."""
@@ -274,96 +264,25 @@ class ModelConfig:
     return MODELS[self.decoder_block]
 
   @property
-  def layer_unit(self) -> tuple[LayerKind, ...]:
-    """The layers that repeat after the leading dense ones, in order."""
-    num_others = self.inhomogeneous_layer_cycle_interval - 1
-    if self.family.layer_cycles:
-      local = [
-        LayerKind(f"local_{i}", self.family.is_moe, is_local=True) for i in range(num_others)
-      ]
-      return (*local, LayerKind("global", self.family.is_moe, is_local=False))
-    if self.family.gated_delta_layers:
-      recurrent = [
-        LayerKind(f"gated_delta_{i}", self.family.is_moe, is_recurrent=True)
-        for i in range(num_others)
-      ]
-      return (*recurrent, LayerKind("attention", self.family.is_moe))
-    if not self.family.is_moe:
-      return (LayerKind("dense", is_moe=False),)
-    num_dense = self.moe.interleave_moe_layer_step - 1
-    dense = [LayerKind(f"dense_{i}", is_moe=False) for i in range(num_dense)]
-    return (*dense, LayerKind("mixture", is_moe=True))
-
-  @property
-  def layer_plan(self) -> tuple[int, int]:
-    """(leading dense layers, layers per unit after them)."""
-    if not self.family.is_moe:
-      return 0, len(self.layer_unit)
-    return self.moe.first_num_dense_layers, len(self.layer_unit)
-
-  @property
-  def has_per_layer_inputs(self) -> bool:
-    """Whether each layer has an embedding of every token."""
-    return self.family.layer_cycles and self.cycle.hidden_size_per_layer_input > 0
-
-  @property
-  def num_kv_shared_units(self) -> int:
-    """How many of the last units of layers have no keys and values."""
-    if not self.family.layer_cycles:
-      return 0
-    return self.cycle.num_kv_shared_layers // len(self.layer_unit)
-
-  @property
-  def global_layer_interval(self) -> int:
-    """Every n-th layer attends globally, the others locally; 0: all layers are alike."""
-    if self.family.layer_cycles:
-      return self.inhomogeneous_layer_cycle_interval
-    return self.family.global_layer_every
+  def has_dense_mlp(self) -> bool:
+    """Whether any layer has an MLP of base_mlp_dim."""
+    if self.family.moe is None or self.family.moe.beside_mlp:
+      return True
+    moe = self.moe
+    return bool(
+      moe.mlp_only_layers or moe.first_num_dense_layers > 0 or moe.interleave_moe_layer_step > 1
+    )
 
   @property
   def global_head_dim(self) -> int:
     """Channels per attention head of layers that attend globally."""
-    if self.family.layer_cycles and self.cycle.global_head_dim:
+    if self.family.reads("cycle") and self.cycle.global_head_dim:
       return self.cycle.global_head_dim
     return self.head_dim
 
   @property
   def global_num_kv_heads(self) -> int:
     """Key/value heads of layers that attend globally."""
-    if self.family.layer_cycles and self.cycle.global_num_kv_heads:
+    if self.family.reads("cycle") and self.cycle.global_num_kv_heads:
       return self.cycle.global_num_kv_heads
     return self.base_num_kv_heads
-
-  def of_layer(self, kind: LayerKind, *, reads_kv: bool) -> "ModelConfig":
-    """The config with the sizes of one kind of layer.
-
-    Args:
-      kind: an element of `layer_unit`.
-      reads_kv: whether the layer is one of the num_kv_shared_layers.
-    """
-    if kind.is_local is None:
-      return self
-    if kind.is_local:
-      cycle = dataclasses.replace(self.cycle, share_kv_projections=False)
-      cfg = dataclasses.replace(self, cycle=cycle)
-    else:
-      cfg = dataclasses.replace(
-        self, head_dim=self.global_head_dim, base_num_kv_heads=self.global_num_kv_heads
-      )
-    if reads_kv and self.cycle.use_double_wide_mlp:
-      cfg = dataclasses.replace(cfg, base_mlp_dim=2 * self.base_mlp_dim)
-    return cfg
-
-  @property
-  def num_moe_layers(self) -> int:
-    return self._num_units * sum(kind.is_moe for kind in self.layer_unit)
-
-  @property
-  def num_recurrent_layers(self) -> int:
-    return self._num_units * sum(kind.is_recurrent for kind in self.layer_unit)
-
-  @property
-  def _num_units(self) -> int:
-    """How often the layers of `layer_unit` repeat."""
-    num_dense, layers_per_unit = self.layer_plan
-    return (self.base_num_decoder_layers - num_dense) // layers_per_unit

@@ -38,6 +38,12 @@ class MoeConfig:
   interleave_moe_layer_step: int = model_field(
     1, "After the leading dense layers, every n-th layer is MoE and the others are dense.", low=1
   )
+  mlp_only_layers: tuple[int, ...] = model_field(
+    (),
+    "Numbers, from 0, of the layers with a dense MLP, where these two keys cannot say which they "
+    "are; []: as they say.",
+    low=0,
+  )
   expert_bias: bool = model_field(False, "Biases in the experts' projections.")
   mlp_activations_limit: float = field(
     0.0, "Clamp the gate from above and the linear part on both sides at this; 0: no clamp.", low=0

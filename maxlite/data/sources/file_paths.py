@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from maxlite.config.data_files import other_dataset_type
 from maxlite.data.sources.compressed import inner_name
 from maxlite.errors import UserError
+from maxlite.registry import other_dataset_type
 from maxlite.storage.file_io import expand_glob, read_json_object
 from maxlite.storage.object_store import (
   HUB,

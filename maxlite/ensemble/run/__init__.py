@@ -1,1 +1,1 @@
-"""The run of an ensemble: its members' run folders, training, and the end."""
+"""The run of an ensemble: training in this process or in workers, searches, and the end."""

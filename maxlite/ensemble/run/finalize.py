@@ -122,7 +122,7 @@ def keys_of_model(cfg: Config) -> JsonObject:
   unread: set[str] = set()
   if not cfg.model.family.is_moe:
     unread.update(flatten(MoeConfig()))
-  if not cfg.model.family.latent_attention:
+  if not cfg.model.family.reads("mla"):
     unread.update(flatten(LatentAttentionConfig()))
   return {key: value for key, value in flatten(cfg).items() if key not in unread}
 

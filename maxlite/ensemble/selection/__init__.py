@@ -1,1 +1,1 @@
-"""Which members train on, and from what: halving, populations and searches."""
+"""Which members train on, and from what: halving and populations."""

@@ -27,7 +27,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {
-    "use_qk_norm": cfg.family.qk_norm == "head",
+    "use_qk_norm": cfg.family.attention.qk_norm == "head",
     "partial_rotary_factor": cfg.rope.partial_rotary_factor,
   }
 

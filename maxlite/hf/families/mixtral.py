@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from maxlite.config.layer_stacks import layer_specs
+from maxlite.config.moe_plan import moe_plan
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
@@ -86,10 +88,10 @@ def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return our keys of the dense layers: the first ones, and all but every n-th of the others.
 
   In config.json, layer i (from 0) has experts if `decoder_sparse_step` divides i + 1 and
-  `mlp_only_layers` does not list i.
+  `mlp_only_layers` does not list i. If no such plan describes the dense layers, they are listed.
 
   Raises:
-    UserError: the dense layers are others.
+    UserError: no layer has experts.
   """
   num_layers = keys["base_num_decoder_layers"]
   step = hf["decoder_sparse_step"]
@@ -103,30 +105,43 @@ def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   num_first -= num_first % max(step, 1)  # the others are dense by the step
   repeats = (num_layers - num_first) // max(step, 1)
   unit = [False] * (step - 1) + [True]
-  if not any(has_experts) or has_experts != [False] * num_first + unit * repeats:
+  if not any(has_experts):
     raise UserError(
-      f"config.json has decoder_sparse_step={step} and mlp_only_layers={listed}, but maxlite "
-      "supports only dense layers before all others, and all but every n-th of the others: choose "
-      "another checkpoint"
+      f"config.json has decoder_sparse_step={step} and mlp_only_layers={listed}, with which no "
+      "layer has experts: choose a checkpoint of a dense model_type"
     )
   if all(has_experts):
     hf.get("intermediate_size")  # of dense layers
     return {}
+  plan = moe_plan(has_experts)
+  if has_experts == [False] * num_first + unit * repeats:
+    plan = (num_first, step)
+  if plan is None:
+    dense = [layer for layer, has in enumerate(has_experts) if not has]
+    return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": tuple(dense)}
   return {
     "base_mlp_dim": hf["intermediate_size"],
-    "first_num_dense_layers": num_first,
-    "interleave_moe_layer_step": step,
+    "first_num_dense_layers": plan[0],
+    "interleave_moe_layer_step": plan[1],
   }
 
 
 def _dense_layers_to_hf(cfg: ModelConfig) -> JsonObject:
-  num_first, step = cfg.layer_plan
+  num_first = cfg.moe.first_num_dense_layers
+  step = cfg.moe.interleave_moe_layer_step
   mlp_dim = cfg.base_mlp_dim
-  if num_first == 0 and step == 1:
+  if not cfg.has_dense_mlp:
     mlp_dim = cfg.moe.base_moe_mlp_dim
+  listed = list(range(num_first))
+  if cfg.moe.mlp_only_layers or num_first % step:  # the layers that `step` divides are others
+    listed = []
+    for layer, spec in enumerate(layer_specs(cfg)):
+      if not spec.feed_forward.has_experts:
+        listed.append(layer)
+    step = 1
   return {
     "intermediate_size": mlp_dim,
-    "mlp_only_layers": list(range(num_first)),
+    "mlp_only_layers": listed,
     "decoder_sparse_step": step,
   }
 

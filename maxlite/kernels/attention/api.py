@@ -23,12 +23,8 @@ from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions
 from maxlite.kernels.hardware import Hardware
 from maxlite.registry import ATTENTION_BACKENDS
 
-# By platform, the backends among which "auto" chooses the first that supports the call.
-AUTO = {
-  "tpu": ("splash", "chunked"),
-  "gpu": ("tokamax", "cudnn", "chunked"),
-  "other": ("chunked",),
-}
+# Of these, "auto" chooses the first that supports the call.
+AUTO = ("tokamax", "cudnn", "splash", "chunked")
 
 
 def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) -> str:
@@ -41,9 +37,7 @@ def resolve_backend(name: str, hardware: Hardware, features: AttentionFeatures) 
   def supports(backend: AttentionBackend) -> bool:
     return backend.supports(hardware, features)
 
-  return registry.resolve_backend(
-    "attention", ATTENTION_BACKENDS, AUTO, name, hardware.platform, supports
-  )
+  return registry.resolve_backend("attention", ATTENTION_BACKENDS, AUTO, name, supports)
 
 
 def attention(

@@ -1,13 +1,16 @@
-"""What an entry of `maxlite.registry.ATTENTION_BACKENDS` states about its implementation."""
+"""The backends of attention: each states here what the rest of the package must know of it.
+
+An implementation is imported on first use, and JAX not at all, because the rules of a config read
+these entries too.
+"""
 
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from maxlite.kernels.hardware import Hardware
+from maxlite.kernels.hardware import AMPERE, HOPPER, Hardware
+from maxlite.kernels.tokamax_library import find_attention
+from maxlite.registry import Implementation, imported
 
 
 class AttentionFeatures(NamedTuple):
@@ -20,21 +23,6 @@ class AttentionFeatures(NamedTuple):
   merges_keys: bool = False  # results over parts of the keys are merged (ring attention)
 
 
-class PartialAttention(NamedTuple):
-  """Attention to a part of the keys of a row, as functions that JAX does not differentiate.
-
-  - forward(q_BTHC, k_BSGC, v_BSGC, mask, score) -> (o_BTHC, lse_BHT), where lse is the logarithm of
-    the sum of the exponentiated scores.
-  - gradients(q, k, v, mask, score, o, lse, do) -> (dq, dk, dv), where o and lse are results over
-    all keys of the row, and the gradients are those that come from the given keys.
-
-  `score` has no sinks.
-  """
-
-  forward: Callable[..., tuple[jax.Array, jax.Array]]
-  gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-
-
 def _any_hardware(hardware: Hardware) -> bool:
   del hardware
   return True
@@ -42,10 +30,10 @@ def _any_hardware(hardware: Hardware) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackend:
-  """An implementation of attention, and everything that others need to know about it."""
+  """An entry of ATTENTION_BACKENDS."""
 
-  # (q_BTHC, k_BSGC, v_BSGC, AttentionMask, ScoreOptions) -> o_BTHC
-  run: Callable[..., jax.Array]
+  # (q_BTHC, k_BSGC, v_BSGC, AttentionMask, ScoreOptions) -> o_BTHC, or "module:attribute".
+  implementation: Implementation
   has_sinks: bool = True
   has_soft_cap: bool = True
   # It computes in 16-bit types only.
@@ -58,16 +46,74 @@ class AttentionBackend:
   row_multiple: int = 1
   # It works in jax.shard_map(check_vma=True).
   supports_vma: bool = True
-  # For ring attention; None: it cannot merge results over parts of the keys.
-  partial: PartialAttention | None = None
+  # A `PartialAttention`, or "module:attribute"; None: it cannot merge results over parts of the
+  # keys, as ring attention does.
+  partial: Implementation | None = None
+
+  @property
+  def run(self) -> Implementation:
+    return imported(self.implementation)
 
   def supports(self, hardware: Hardware, features: AttentionFeatures) -> bool:
-    """Whether `attention=auto` may choose it."""
+    """Whether it can compute these features on this hardware."""
     return (
       self.runs_on(hardware)
       and (self.has_sinks or not features.has_sinks)
       and (self.has_soft_cap or not features.has_soft_cap)
-      and (not self.is_narrow or jnp.dtype(features.dtype).itemsize == 2)
+      and (not self.is_narrow or features.dtype in ("bfloat16", "float16"))
       and (self.max_channels is None or features.num_channels <= self.max_channels)
       and (self.partial is not None or not features.merges_keys)
     )
+
+
+REFERENCE = AttentionBackend("maxlite.kernels.attention.reference:attention")
+CHUNKED = AttentionBackend(
+  "maxlite.kernels.attention.chunked:attention",
+  partial="maxlite.kernels.attention.chunked:PARTIAL_ATTENTION",
+)
+DOT_PRODUCT = AttentionBackend(
+  "maxlite.kernels.attention.dot_product:attention",
+  has_sinks=False,
+  has_soft_cap=False,
+)
+
+
+def _is_tpu(hardware: Hardware) -> bool:
+  return hardware.platform == "tpu"
+
+
+SPLASH = AttentionBackend(
+  "maxlite.kernels.attention.splash:attention",
+  runs_on=_is_tpu,
+  row_multiple=128,
+  supports_vma=False,
+)
+
+
+def _has_cudnn(hardware: Hardware) -> bool:
+  # JAX asks an attached GPU for the version of cuDNN.
+  return hardware.is_attached and hardware.compute_capability >= AMPERE
+
+
+CUDNN = AttentionBackend(
+  "maxlite.kernels.attention.dot_product:cudnn_attention",
+  has_sinks=False,
+  has_soft_cap=False,
+  is_narrow=True,
+  max_channels=128,
+  runs_on=_has_cudnn,
+  supports_vma=False,
+)
+
+
+def _has_tokamax(hardware: Hardware) -> bool:
+  return HOPPER <= hardware.compute_capability < 11.0 and find_attention() is not None
+
+
+TOKAMAX = AttentionBackend(
+  "maxlite.kernels.attention.tokamax:attention",
+  has_sinks=False,
+  is_narrow=True,
+  runs_on=_has_tokamax,
+  supports_vma=False,
+)

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.attention.backend import AttentionBackend, PartialAttention
 from maxlite.kernels.attention.reference import (
   RESIDUAL_NAME,
   AttentionMask,
+  PartialAttention,
   ScoreOptions,
   visible,
 )
@@ -277,9 +277,7 @@ def _partial_gradients(
   return dqueries.q_BTHC, dkeys.k_BGSC.swapaxes(1, 2), dkeys.v_BGSC.swapaxes(1, 2)
 
 
-BACKEND = AttentionBackend(
-  attention, partial=PartialAttention(_partial_forward, _partial_gradients)
-)
+PARTIAL_ATTENTION = PartialAttention(_partial_forward, _partial_gradients)
 
 
 def _forward_block(

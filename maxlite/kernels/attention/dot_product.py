@@ -2,8 +2,10 @@
 
 XLA computes all scores at once. cuDNN computes blocks of them, but JAX's function has no documents
 in packed rows: they are a mask of all scores, which cuDNN reads. In bfloat16 JAX's function mixes
-types, which strict dtype promotion rejects. cuDNN's call does not declare over which mesh axes its
-result varies, so `jax.shard_map` around it needs check_vma=False.
+types, which strict dtype promotion rejects.
+
+cuDNN's call does not declare over which mesh axes its result varies, so `jax.shard_map` around it
+needs check_vma=False.
 """
 
 from typing import Literal
@@ -13,9 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.errors import UserError
-from maxlite.kernels.attention.backend import AttentionBackend
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
-from maxlite.kernels.hardware import AMPERE, Hardware
 
 
 def attention(
@@ -86,20 +86,3 @@ def _pad_channels(x_BTHC: jax.Array, width: int) -> jax.Array:
   """x_BTHC with `width` channels, the additional ones zero."""
   missing = width - x_BTHC.shape[-1]
   return jnp.pad(x_BTHC, ((0, 0), (0, 0), (0, 0), (0, missing)))
-
-
-def _runs_cudnn(hardware: Hardware) -> bool:
-  # JAX asks an attached GPU for the version of cuDNN.
-  return hardware.is_attached and hardware.compute_capability >= AMPERE
-
-
-BACKEND = AttentionBackend(attention, has_sinks=False, has_soft_cap=False)
-CUDNN = AttentionBackend(
-  cudnn_attention,
-  has_sinks=False,
-  has_soft_cap=False,
-  is_narrow=True,
-  max_channels=128,
-  runs_on=_runs_cudnn,
-  supports_vma=False,
-)

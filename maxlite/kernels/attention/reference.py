@@ -1,15 +1,30 @@
 """Reference implementation: all scores at once, and the definition of which keys are visible."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.kernels.attention.backend import AttentionBackend
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 
 RESIDUAL_NAME = "attention_out"  # for rematerialization policies; see api.py
+
+
+class PartialAttention(NamedTuple):
+  """Attention to a part of the keys of a row, as functions that JAX does not differentiate.
+
+  - forward(q_BTHC, k_BSGC, v_BSGC, mask, score) -> (o_BTHC, lse_BHT), where lse is the logarithm of
+    the sum of the exponentiated scores.
+  - gradients(q, k, v, mask, score, o, lse, do) -> (dq, dk, dv), where o and lse are results over
+    all keys of the row, and the gradients are those that come from the given keys.
+
+  `score` has no sinks.
+  """
+
+  forward: Callable[..., tuple[jax.Array, jax.Array]]
+  gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class ScoreOptions(NamedTuple):
@@ -85,6 +100,3 @@ def _softmax(score_BHTS: jax.Array, sink_H: jax.Array | None) -> jax.Array:
   sink_BHT1 = jnp.broadcast_to(sink_1H11, (*score_BHTS.shape[:3], 1))
   p_BHTS1 = jax.nn.softmax(jnp.concatenate([score_BHTS, sink_BHT1], axis=-1))
   return p_BHTS1[..., :-1]
-
-
-BACKEND = AttentionBackend(attention)

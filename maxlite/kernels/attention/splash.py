@@ -19,9 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from maxlite.errors import UserError
-from maxlite.kernels.attention.backend import AttentionBackend
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
-from maxlite.kernels.hardware import Hardware
 
 _LANES = 128  # of a vector register: blocks are multiples of it
 # Queries and keys of a block, by the bytes of a query: larger blocks exceed the on-chip memory of
@@ -197,10 +195,3 @@ def _block(shape: _ScoreShape, query_bytes: int, window: int | None) -> int:
     largest = max(min(largest, window // _WINDOW_BLOCKS), _LANES)
   blocks = range(_LANES, largest + 1, _LANES)
   return max(block for block in blocks if shape.num_queries % block == 0)
-
-
-def _runs_on(hardware: Hardware) -> bool:
-  return hardware.platform == "tpu"
-
-
-BACKEND = AttentionBackend(attention, runs_on=_runs_on, row_multiple=_LANES, supports_vma=False)

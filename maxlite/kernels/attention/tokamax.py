@@ -17,13 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.errors import UserError
-from maxlite.kernels.attention.backend import AttentionBackend
 from maxlite.kernels.attention.reference import RESIDUAL_NAME, AttentionMask, ScoreOptions
-from maxlite.kernels.hardware import HOPPER, Hardware
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
-from maxlite.kernels.tokamax_library import KERNELS, find_attention, import_attention
-
-_CAPABILITY_END = 11.0  # the kernels do not run on GPUs from this compute capability on
+from maxlite.kernels.tokamax_library import KERNELS, import_attention
 
 
 class _AttendOptions(NamedTuple):
@@ -205,12 +201,3 @@ def _arguments(options: _AttendOptions, ranges: _KeyRanges) -> dict[str, object]
     "logits_scale": options.scale,
     "logits_soft_cap": options.soft_cap or None,
   }
-
-
-def _runs_on(hardware: Hardware) -> bool:
-  return HOPPER <= hardware.compute_capability < _CAPABILITY_END and find_attention() is not None
-
-
-BACKEND = AttentionBackend(
-  attention, has_sinks=False, is_narrow=True, runs_on=_runs_on, supports_vma=False
-)

@@ -16,13 +16,8 @@ from maxlite.kernels.hardware import Hardware
 from maxlite.kernels.quantized import quantized_grouped_matmul
 from maxlite.registry import GROUPED_MATMUL_BACKENDS
 
-# By platform, the backends among which "auto" chooses the first that supports the call.
-AUTO = {
-  "cpu": ("tiled",),
-  "tpu": ("megablox",),
-  "gpu": ("mosaic_gpu", "ragged_dot"),
-  "other": ("ragged_dot",),
-}
+# Of these, "auto" chooses the first that supports the call.
+AUTO = ("tiled", "megablox", "mosaic_gpu", "ragged_dot")
 
 
 def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
@@ -35,9 +30,7 @@ def resolve_backend(name: str, hardware: Hardware, dtype: str) -> str:
   def supports(backend: GroupedMatmulBackend) -> bool:
     return backend.supports(hardware, dtype)
 
-  return registry.resolve_backend(
-    "grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, hardware.platform, supports
-  )
+  return registry.resolve_backend("grouped_matmul", GROUPED_MATMUL_BACKENDS, AUTO, name, supports)
 
 
 def grouped_matmul(

@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxlite.errors import UserError
-from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tile, Tiles, choose_tiles
-from maxlite.kernels.hardware import Hardware
 from maxlite.kernels.numerics import ceil_div
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
@@ -192,11 +190,3 @@ def _cost_of_rows(x_MD: jax.Array, w_GDF: jax.Array, tile: Tile, transpose: bool
 def _pad_rows(x_MD: jax.Array, tile: int) -> jax.Array:
   """The rows, padded with zeros to whole tiles."""
   return jnp.pad(x_MD, ((0, -x_MD.shape[0] % tile), (0, 0)))
-
-
-def _supports(hardware: Hardware, dtype: str) -> bool:
-  del dtype
-  return hardware.platform == "tpu"
-
-
-BACKEND = GroupedMatmulBackend(grouped_matmul, supports=_supports, supports_vma=False)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from maxlite.errors import UserError
-from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tile
-from maxlite.kernels.hardware import BLACKWELL, HOPPER, Hardware, hardware_of
+from maxlite.kernels.hardware import BLACKWELL, HOPPER, hardware_of
 from maxlite.kernels.stated_cost import StatedCost, stated_cost
 
 _MULTIPLE = 64  # of all axes
@@ -134,15 +133,11 @@ def _check_support(dtype: jnp.dtype) -> None:
   if dtype.itemsize != 2:
     raise UserError(f"grouped_matmul=mosaic_gpu does not support {dtype}; write dtype=bfloat16")
   device = default_device()
-  if not _runs_on(hardware_of(device)):
+  if not HOPPER <= hardware_of(device).compute_capability < BLACKWELL:
     raise UserError(
       f"grouped_matmul=mosaic_gpu is for Hopper GPUs, not for {device.device_kind}; "
       "write grouped_matmul=auto"
     )
-
-
-def _runs_on(hardware: Hardware) -> bool:
-  return HOPPER <= hardware.compute_capability < BLACKWELL
 
 
 def default_device() -> jax.Device:
@@ -211,10 +206,3 @@ def _zero_past_groups(x_MD: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
   """The rows of the groups; rows past the last group are zero."""
   row_M1 = jnp.arange(x_MD.shape[0], dtype=jnp.int32)[:, None]
   return jnp.where(row_M1 < group_sizes_G.sum(dtype=jnp.int32), x_MD, 0)
-
-
-def _supports(hardware: Hardware, dtype: str) -> bool:
-  return _runs_on(hardware) and jnp.dtype(dtype).itemsize == 2
-
-
-BACKEND = GroupedMatmulBackend(grouped_matmul, supports=_supports, supports_vma=False)

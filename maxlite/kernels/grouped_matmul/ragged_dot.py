@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.numerics import accumulator_dtype
 
 
@@ -23,6 +22,3 @@ def grouped_matmul(
     preferred_element_type=accumulator_dtype(dtype),
   )
   return jnp.where(live_M1, y_MF, 0).astype(dtype)
-
-
-BACKEND = GroupedMatmulBackend(grouped_matmul)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.numerics import accumulator_dtype
 
 
@@ -21,6 +20,3 @@ def grouped_matmul(
   x_GMD = jnp.where(in_group_GM1, x_MD.astype(dtype)[None], 0)
   y_GMF = jnp.matmul(x_GMD, w_GDF.astype(dtype), precision="highest")
   return jnp.where(in_group_GM1, y_GMF, 0).sum(0).astype(x_MD.dtype)
-
-
-BACKEND = GroupedMatmulBackend(grouped_matmul)

@@ -15,7 +15,6 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.grouped_matmul.backend import GroupedMatmulBackend
 from maxlite.kernels.grouped_matmul.gradient import GroupedKernels, grouped_matmul_of
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tile
 from maxlite.kernels.numerics import accumulator_dtype, dot
@@ -237,6 +236,3 @@ def _between(start: jax.Array, end: jax.Array, size: int, num_rows: int) -> jax.
   first = jnp.minimum(start, num_rows - size)
   row_m1 = (first + jnp.arange(size, dtype=jnp.int32))[:, None]
   return (row_m1 >= start) & (row_m1 < end)
-
-
-BACKEND = GroupedMatmulBackend(grouped_matmul)

@@ -1,7 +1,7 @@
 """One feed-forward network per group of rows, on every backend of `grouped_matmul`.
 
-A backend in `GROUPED_MLP_BACKENDS` has a network of its own for plain calls; otherwise the network
-is composed of the products of the backend.
+A backend may have a network of its own for plain calls; otherwise the network is composed of the
+products of the backend.
 
 The contract is that of kernels/grouped_matmul/api.py: group g has the `group_sizes_G[g]` rows that
 follow those of group g - 1, except that rows past the last group are undefined: they may contain
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from maxlite.kernels.grouped_matmul.tiles import DEFAULT_TILES, Tiles
 from maxlite.kernels.grouped_mlp import composed
 from maxlite.kernels.grouped_mlp.biases import Adapters, Biases
-from maxlite.registry import GROUPED_MLP_BACKENDS
+from maxlite.registry import GROUPED_MATMUL_BACKENDS, imported
 
 
 def grouped_mlp(
@@ -48,20 +48,21 @@ def grouped_mlp(
   """
   group_sizes_G = group_sizes_G.astype(jnp.int32)
   _check_shapes(x_M, weight_M, wi_GDF, wo_GFD)
-  if len(x_M) > 0 and adapters is None and not quantization and backend in GROUPED_MLP_BACKENDS:
-    network = GROUPED_MLP_BACKENDS[backend]
-    if biases is None or network.has_biases:
-      return network.run(
-        x_M,
-        weight_M,
-        wi_GDF,
-        wo_GFD,
-        biases,
-        group_sizes_G,
-        activation=activation,
-        wi_tiles=wi_tiles,
-        wo_tiles=wo_tiles,
-      )
+  entry = GROUPED_MATMUL_BACKENDS[backend]
+  is_plain = len(x_M) > 0 and adapters is None and not quantization
+  if entry.network and is_plain and (biases is None or entry.network_has_biases):
+    network = imported(entry.network)
+    return network(
+      x_M,
+      weight_M,
+      wi_GDF,
+      wo_GFD,
+      biases,
+      group_sizes_G,
+      activation=activation,
+      wi_tiles=wi_tiles,
+      wo_tiles=wo_tiles,
+    )
   y_MD = composed.grouped_mlp(
     x_M.reshape(len(x_M), wo_GFD.shape[2]),
     weight_M,

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 
 from maxlite.kernels.grouped_matmul import megablox
 from maxlite.kernels.grouped_matmul.tiles import ChosenTiles, Tiles, transpose_tile
-from maxlite.kernels.grouped_mlp.backend import GroupedMlpBackend
 from maxlite.kernels.grouped_mlp.biases import Biases
 from maxlite.kernels.grouped_mlp.composed import Activation
 from maxlite.kernels.numerics import accumulator_dtype, ceil_div, sum_arrays
@@ -312,6 +311,3 @@ def _row_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
   """Bytes of a row, whose last axis is padded to whole lanes."""
   width = ceil_div(array.shape[-1], _LANES) * _LANES
   return math.prod(array.shape[1:-1]) * width * array.dtype.itemsize
-
-
-BACKEND = GroupedMlpBackend(grouped_mlp)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.kernels.grouped_matmul.tiled import RowTile, for_tiles
-from maxlite.kernels.grouped_mlp.backend import GroupedMlpBackend
 from maxlite.kernels.grouped_mlp.composed import Activation, weighted
 from maxlite.kernels.numerics import accumulator_dtype, dot, sum_arrays
 from maxlite.kernels.xla_cpu import materialized_transpose, pack, unpack
@@ -215,6 +214,3 @@ def _add_tile_gradients(
 def _pack_as(dtype: jnp.dtype, matrices: _Arrays) -> _Arrays:
   """The matrices, converted to `dtype` and packed."""
   return tuple(pack(w.astype(dtype)) for w in matrices)
-
-
-BACKEND = GroupedMlpBackend(grouped_mlp, has_biases=False)

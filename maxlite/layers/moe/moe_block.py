@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from maxlite.config.layer_specs import MlpSpec, MoeSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
@@ -16,11 +17,13 @@ from maxlite.sharding import ROWS, Sharder
 class MoeBlock(nn.Module):
   """Each token's weighted sum over its experts, plus the shared experts.
 
-  Returns (y_BTD, RouterSums). Padding (segment 0) is sent to no expert.
+  Returns (y_BTD, RouterSums). Padding (segment 0) is sent to no expert. The experts get x_BTD; a
+  scaled router chooses them by residual_BTD, of which x_BTD is the norm.
   """
 
   cfg: ModelConfig
   sharder: Sharder
+  spec: MoeSpec
   linear: LinearClass = Linear  # The class of the shared experts' linear layers.
 
   def setup(self) -> None:
@@ -29,8 +32,8 @@ class MoeBlock(nn.Module):
     self.router = Router(
       moe,
       jnp.dtype(cfg.weight_dtype),
-      cfg.family.router_bias,
-      cfg.family.scaled_router,
+      self.spec.form.router_bias,
+      self.spec.form.scaled_router,
       cfg.normalization_layer_epsilon,
     )
     self.expert_parameters = ExpertParameters(cfg)
@@ -39,11 +42,10 @@ class MoeBlock(nn.Module):
       self.shared_experts = MLP(
         cfg,
         self.sharder,
-        hidden_dim=moe.shared_experts * moe.base_moe_mlp_dim,
-        limit=moe.mlp_activations_limit,
+        MlpSpec(moe.shared_experts * moe.base_moe_mlp_dim, moe.mlp_activations_limit),
         linear=self.linear,
       )
-      if cfg.family.gated_shared_expert:
+      if self.spec.form.gated_shared_expert:
         self.shared_expert_gate = self.linear(
           cfg, self.sharder, features=(1,), kernel_names=("embed", "router")
         )
@@ -52,13 +54,15 @@ class MoeBlock(nn.Module):
     self,
     x_BTD: jax.Array,
     segment_BT: jax.Array,
-    routed_BTD: jax.Array | None = None,
+    residual_BTD: jax.Array | None = None,
   ) -> tuple[jax.Array, RouterSums]:
-    """`routed_BTD`: what the router chooses by; None: x_BTD, which the experts get."""
-    if routed_BTD is None:
-      routed_BTD = x_BTD
-    route = self.router(routed_BTD, segment_BT)
-    route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
+    routed_BTD = x_BTD
+    if self.spec.form.scaled_router:
+      assert residual_BTD is not None
+      routed_BTD = residual_BTD
+    with jax.named_scope("route"):
+      route = self.router(routed_BTD, segment_BT)
+      route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
 
     dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
@@ -71,9 +75,9 @@ class MoeBlock(nn.Module):
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), sums
 
   def _shared(self, x_BTD: jax.Array) -> jax.Array:
-    """The output of the shared experts, multiplied by its gate if the family has one."""
+    """The output of the shared experts, multiplied by its gate if they have one."""
     y_BTD = self.shared_experts(x_BTD)
-    if not self.cfg.family.gated_shared_expert:
+    if not self.spec.form.gated_shared_expert:
       return y_BTD
     gate_BT1 = jax.nn.sigmoid(self.shared_expert_gate(x_BTD))
     return y_BTD * gate_BT1

@@ -13,6 +13,8 @@ import pytest
 from flax.linen import meta
 from support.slow_cases import slow
 
+from maxlite.config.layer_specs import MoeSpec
+from maxlite.config.model_families import MoeForm
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
 from maxlite.layers.moe import receive_buffer
 from maxlite.layers.moe.moe_block import MoeBlock
@@ -92,7 +94,7 @@ def block_of(sharder, dtype="float32", activations=("silu", "linear"), **changes
   }
   moe = build(MoeConfig, DEFAULTS | keys | changes)
   cfg = ModelConfig(weight_dtype=dtype, mlp_activations=activations, moe=moe)
-  return MoeBlock(cfg, sharder)
+  return MoeBlock(cfg, sharder, MoeSpec(MoeForm()))
 
 
 def draw(shape, seed, scale=1.0):

@@ -45,19 +45,22 @@ def _apply_shard(
   """(y_TD of this shard's tokens, 0), by this shard's experts on the tokens of all shards."""
   mesh_axes = experts.sharder.mesh_axes("exp")
   gather = functools.partial(jax.lax.all_gather, axis_name=mesh_axes, tiled=True)
-  x_TD = gather(x_TD)
-  expert_TK = gather(expert_TK)
-  weight_TK = gather(weight_TK)
-  num_tokens, num_chosen = expert_TK.shape
-  num_local = weights.wo_EFD.shape[0]
-  # Experts of other shards are out of range here, and get no row.
-  local_TK = expert_TK - num_local * jax.lax.axis_index(mesh_axes)
-  num_rows = num_tokens * min(num_chosen, num_local)
-  order, group_sizes_e = sort_by_expert(local_TK, num_local, num_rows)
-  x_MD = permute(x_TD, order)
-  weight_M = permute_weights(weight_TK, order)
-  y_MD = experts(x_MD, weight_M, weights, group_sizes_e)
-  y_TD = jax.lax.psum_scatter(unpermute(y_MD, order), mesh_axes, tiled=True)
+  with jax.named_scope("dispatch"):
+    x_TD = gather(x_TD)
+    expert_TK = gather(expert_TK)
+    weight_TK = gather(weight_TK)
+    num_tokens, num_chosen = expert_TK.shape
+    num_local = weights.wo_EFD.shape[0]
+    # Experts of other shards are out of range here, and get no row.
+    local_TK = expert_TK - num_local * jax.lax.axis_index(mesh_axes)
+    num_rows = num_tokens * min(num_chosen, num_local)
+    order, group_sizes_e = sort_by_expert(local_TK, num_local, num_rows)
+    x_MD = permute(x_TD, order)
+    weight_M = permute_weights(weight_TK, order)
+  with jax.named_scope("experts"):
+    y_MD = experts(x_MD, weight_M, weights, group_sizes_e)
+  with jax.named_scope("combine"):
+    y_TD = jax.lax.psum_scatter(unpermute(y_MD, order), mesh_axes, tiled=True)
   num_dropped = jnp.zeros_like(group_sizes_e[0])
   return y_TD, DispatchCounts(num_dropped)
 

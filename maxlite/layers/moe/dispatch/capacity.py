@@ -51,23 +51,26 @@ def apply_experts(
     num_experts=num_experts,
     num_slots=num_slots,
   )
-  order, num_dropped_B = jax.vmap(assign_slots)(route.expert_BTK)
-  x_BMD = jax.vmap(permute)(x_BTD, order)
-  x_BECD = experts.sharder.constrain(x_BMD.reshape(by_slot), _SLOTS)
-  weight_BM = jax.vmap(permute_weights)(route.weight_BTK, order)
-  weight_BEC1 = weight_BM.reshape(by_slot).astype(x_BTD.dtype)
-  y_BECD = dense_mlp(
-    experts,
-    x_BECD,
-    weight_BEC1[..., 0],
-    weights,
-    x_axes="becd",
-    h_axes="becf",
-    y_axes="becd",
-  )
-  y_BECD = experts.sharder.constrain(y_BECD, _SLOTS)
-  y_BMD = y_BECD.reshape(num_rows, -1, x_BTD.shape[-1])
-  y_BTD = jax.vmap(unpermute)(y_BMD, order)
+  with jax.named_scope("dispatch"):
+    order, num_dropped_B = jax.vmap(assign_slots)(route.expert_BTK)
+    x_BMD = jax.vmap(permute)(x_BTD, order)
+    x_BECD = experts.sharder.constrain(x_BMD.reshape(by_slot), _SLOTS)
+    weight_BM = jax.vmap(permute_weights)(route.weight_BTK, order)
+    weight_BEC1 = weight_BM.reshape(by_slot).astype(x_BTD.dtype)
+  with jax.named_scope("experts"):
+    y_BECD = dense_mlp(
+      experts,
+      x_BECD,
+      weight_BEC1[..., 0],
+      weights,
+      x_axes="becd",
+      h_axes="becf",
+      y_axes="becd",
+    )
+    y_BECD = experts.sharder.constrain(y_BECD, _SLOTS)
+  with jax.named_scope("combine"):
+    y_BMD = y_BECD.reshape(num_rows, -1, x_BTD.shape[-1])
+    y_BTD = jax.vmap(unpermute)(y_BMD, order)
   return y_BTD, DispatchCounts(jnp.sum(num_dropped_B, dtype=jnp.int32))
 
 

@@ -23,15 +23,16 @@ def apply_experts(
   """(y_BTD, 0); work and memory grow with the number of experts."""
   chosen_BTKE = is_chosen(route.expert_BTK, experts.cfg.num_experts)
   weight_BTE = jnp.sum(jnp.where(chosen_BTKE, route.weight_BTK[..., None], 0), axis=2)
-  y_BTD = dense_mlp(
-    experts,
-    x_BTD,
-    weight_BTE.astype(x_BTD.dtype),
-    weights,
-    x_axes="btd",
-    h_axes="btef",
-    y_axes="btd",
-  )
+  with jax.named_scope("experts"):
+    y_BTD = dense_mlp(
+      experts,
+      x_BTD,
+      weight_BTE.astype(x_BTD.dtype),
+      weights,
+      x_axes="btd",
+      h_axes="btef",
+      y_axes="btd",
+    )
   num_dropped = jnp.zeros((), jnp.int32)
   return y_BTD, DispatchCounts(num_dropped)
 

@@ -50,20 +50,26 @@ def _apply_shard(
   order, counts_E = sort_by_expert(expert_TK, experts.cfg.num_experts, expert_TK.size)
   weight_A = permute_weights(weight_TK, order)
   if experts.sharder.num_shards("exp") == 1:
-    x_AD = permute(x_TD, order)
-    y_AD = experts(x_AD, weight_A, weights, counts_E)
-    return unpermute(y_AD, order), _no_counts(experts, counts_E)
+    with jax.named_scope("dispatch"):
+      x_AD = permute(x_TD, order)
+    with jax.named_scope("experts"):
+      y_AD = experts(x_AD, weight_A, weights, counts_E)
+    with jax.named_scope("combine"):
+      return unpermute(y_AD, order), _no_counts(experts, counts_E)
   num_tokens, width = x_TD.shape
   x_T = x_TD.reshape((num_tokens, *all_to_all.row_shape(width)))
   num_assignments = expert_TK.size  # also the number of rows of an even load
   num_chosen = expert_TK.shape[1]
   num_shards = experts.sharder.num_shards("exp")
   worst_case = worst_case_rows(experts.cfg, num_tokens, num_chosen, num_shards)
-  plan = _plan_exchange(experts, counts_E, num_assignments, worst_case)
-  x_M = checkpoint_name(all_to_all.dispatch(permute(x_T, order), plan), "moe_rows")
-  weight_M = all_to_all.dispatch(weight_A, plan)
-  y_M = experts(x_M, weight_M, weights, plan.group_sizes_e, worst_case)
-  y_T = unpermute(all_to_all.combine(y_M, plan), order)
+  with jax.named_scope("dispatch"):
+    plan = _plan_exchange(experts, counts_E, num_assignments, worst_case)
+    x_M = checkpoint_name(all_to_all.dispatch(permute(x_T, order), plan), "moe_rows")
+    weight_M = all_to_all.dispatch(weight_A, plan)
+  with jax.named_scope("experts"):
+    y_M = experts(x_M, weight_M, weights, plan.group_sizes_e, worst_case)
+  with jax.named_scope("combine"):
+    y_T = unpermute(all_to_all.combine(y_M, plan), order)
   return y_T.reshape(x_TD.shape), _count(experts, plan, num_assignments, worst_case)
 
 

@@ -1,0 +1,252 @@
+"""What a decoder layer is made of, as data.
+
+A `LayerSpec` names the modules of a layer and everything in which layers of a model differ. Its
+`mixer` combines positions, its `feed_forward` works on each by itself. `layer_stacks` makes specs
+of a family and a config; the decoder composes what they name, and FLOPs, plans and the tensors of
+Hugging Face are computed from them.
+
+A new mixer is a `MixerSpec`, a module that it names, and a layout that uses it. The module has the
+fields (cfg, sharder, spec, linear) and the call (x_BTD, LayerInputs) -> (y_BTD, keys and values
+that other layers may read, or None); see layers/layer_inputs.py. A new feed-forward is a
+`FeedForwardSpec` and a module with the same fields and the call (normed_BTD, segment_BT, x_BTD) ->
+y_BTD, or (y_BTD, RouterSums) if it has experts.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from maxlite.config.model_families import AttentionForm, MoeForm
+from maxlite.config.schema import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+  """A rotary embedding, whose tables all layers with it share."""
+
+  name: str
+  num_channels: int  # of a head that rotate, the first ones
+  config: RopeConfig
+  rotates: bool = True  # else all angles are 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerSpec:
+  """What every mixer states."""
+
+  module: ClassVar[str]  # "module:class"
+  name: ClassVar[str]  # of the module in its layer
+  shares_scope: ClassVar[bool] = False  # its parameters have the path of the layer
+  is_recurrent: ClassVar[bool] = False  # the cache has a state, of which no position can be removed
+
+  kv_heads_axis: ClassVar[str] = "activation_kv_heads"  # that shards the keys and values of heads
+
+  rope: RopeSpec | None = dataclasses.field(default=None, kw_only=True)  # None: it has none
+  # Its keys and values have this name for layers of later stacks; "": they read none.
+  writes: str = dataclasses.field(default="", kw_only=True)
+
+  def macs_per_token(self, row_length: int) -> float:
+    """Products per token of a row, besides those with parameters."""
+    raise NotImplementedError
+
+  def scanned_with(self, other: "MixerSpec") -> "MixerSpec":
+    """One spec for mixers of the same scan, which has the same parameters for both."""
+    raise NotImplementedError(f"{self} and {other} in one scan")
+
+  @property
+  def kv_channels(self) -> int:
+    """Channels of a position that all queries of its row need: keys and values of all heads."""
+    return 0
+
+  @property
+  def head_channels(self) -> int:
+    """Channels of a head of attention, the larger of keys and values; 0: it has no attention."""
+    return 0
+
+  @property
+  def has_sinks(self) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+  """Grouped-query attention."""
+
+  module: ClassVar[str] = "maxlite.layers.attention:Attention"
+  name: ClassVar[str] = "attention"
+
+  form: AttentionForm
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  window: int = 0  # positions that a query attends, including its own; 0: all
+  values_are_keys: bool = False  # before norm and rotary embedding
+  # It attends to the keys and values that another layer `writes`, and has none; "": to its own.
+  reads: str = ""
+  # Layers of one scan have the same parameters but may differ in rope and window: this spec is that
+  # of layers whose `LayerInputs.is_first` is true, `otherwise` that of the others. None: all layers
+  # of the scan are alike.
+  otherwise: "AttentionSpec | None" = None
+
+  def macs_per_token(self, row_length: int) -> float:
+    """Queries by keys and scores by values; a query attends half of its row on average."""
+    window = min(self.window or row_length, row_length)
+    num_hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number outside of the window
+    return self.num_heads * (row_length / 2 - num_hidden) * 2 * self.head_dim
+
+  def scanned_with(self, other: MixerSpec) -> "AttentionSpec":
+    assert isinstance(other, AttentionSpec), other
+    assert self == dataclasses.replace(other, window=self.window, rope=self.rope), (self, other)
+    if not self.window and other.window:  # a plan counts how many layers have the window
+      return other.scanned_with(self)
+    return dataclasses.replace(self, otherwise=other)
+
+  @property
+  def kv_channels(self) -> int:
+    return 2 * self.num_kv_heads * self.head_dim
+
+  @property
+  def head_channels(self) -> int:
+    return self.head_dim
+
+  @property
+  def has_sinks(self) -> bool:
+    return self.form.sinks
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionSpec(MixerSpec):
+  """Multi-head latent attention; its sizes are cfg.mla."""
+
+  module: ClassVar[str] = "maxlite.layers.mla:LatentAttention"
+  name: ClassVar[str] = "attention"
+  kv_heads_axis: ClassVar[str] = "activation_q_heads"
+
+  num_heads: int
+  key_channels: int
+  value_channels: int
+
+  def macs_per_token(self, row_length: int) -> float:
+    return self.num_heads * (self.key_channels + self.value_channels) * row_length / 2
+
+  @property
+  def kv_channels(self) -> int:
+    return self.num_heads * (self.key_channels + self.value_channels)
+
+  @property
+  def head_channels(self) -> int:
+    return max(self.key_channels, self.value_channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaSpec(MixerSpec):
+  """A gated delta net; its sizes are cfg.gdn."""
+
+  module: ClassVar[str] = "maxlite.layers.gated_delta_net:GatedDeltaNet"
+  name: ClassVar[str] = "gated_delta"
+  is_recurrent: ClassVar[bool] = True
+
+  state_size: int
+
+  def macs_per_token(self, row_length: int) -> float:
+    """As a recurrence: what the state holds, its change, a query."""
+    return 3 * self.state_size
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForwardSpec:
+  """What every feed-forward states."""
+
+  module: ClassVar[str]  # "module:class"
+  name: ClassVar[str]  # of the module in its layer
+  shares_scope: ClassVar[bool] = False  # its parameters have the path of the layer
+  has_experts: ClassVar[bool] = False
+  # Names of the norms of its input and output in the layer.
+  pre_norm: ClassVar[str]
+  post_norm: ClassVar[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec(FeedForwardSpec):
+  module: ClassVar[str] = "maxlite.layers.mlp:MLP"
+  name: ClassVar[str] = "mlp"
+  pre_norm: ClassVar[str] = "mlp_norm"
+  post_norm: ClassVar[str] = "mlp_post_norm"
+
+  hidden_dim: int
+  limit: float = 0.0  # of the activation's input; 0: none
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeSpec(FeedForwardSpec):
+  """A mixture of experts; its sizes are cfg.moe."""
+
+  module: ClassVar[str] = "maxlite.layers.moe.moe_block:MoeBlock"
+  name: ClassVar[str] = "moe"
+  has_experts: ClassVar[bool] = True
+  pre_norm: ClassVar[str] = "moe_norm"
+  post_norm: ClassVar[str] = "moe_post_norm"
+
+  form: MoeForm
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeBesideMlpSpec(FeedForwardSpec):
+  """A mixture of experts and an MLP, both of the residual stream, whose outputs are added."""
+
+  module: ClassVar[str] = "maxlite.layers.moe.moe_beside_mlp:MoeBesideMlp"
+  name: ClassVar[str] = "moe_beside_mlp"
+  shares_scope: ClassVar[bool] = True
+  has_experts: ClassVar[bool] = True
+  pre_norm: ClassVar[str] = "moe_norm"
+  post_norm: ClassVar[str] = "mlp_post_norm"
+
+  moe: MoeSpec
+  mlp: MlpSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream."""
+
+  mixer: MixerSpec
+  feed_forward: FeedForwardSpec
+  has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+  """Consecutive layers, which are one scan (scan_layers) of a unit that repeats, or a list."""
+
+  name: str  # of the module; unscanned ones have a number after it
+  layers: tuple[LayerSpec, ...]
+  # Names of the modules of a unit of several layers; of one layer: none, the layer is the module.
+  unit: tuple[str, ...] = ()
+
+  @property
+  def num_units(self) -> int:
+    return len(self.layers) // self.unit_size
+
+  @property
+  def unit_size(self) -> int:
+    return len(self.unit) or 1
+
+  @property
+  def num_moe_layers(self) -> int:
+    return sum(layer.feed_forward.has_experts for layer in self.layers)
+
+  def unit_specs(self, index: int) -> tuple[LayerSpec, ...]:
+    """The layers of a unit, counted from 0."""
+    return self.layers[index * self.unit_size :][: self.unit_size]
+
+  def scan_specs(self) -> tuple[LayerSpec, ...]:
+    """The layers of the unit that is scanned over; each stands for that layer of all units."""
+    return tuple(_scanned(self.layers[i :: self.unit_size]) for i in range(self.unit_size))
+
+
+def _scanned(layers: tuple[LayerSpec, ...]) -> LayerSpec:
+  """One spec for layers that are alike, or whose mixers differ as those of a scan may."""
+  first, *others = dict.fromkeys(layers)
+  for other in others:
+    assert other == dataclasses.replace(first, mixer=other.mixer), (first, other)
+    first = dataclasses.replace(first, mixer=first.mixer.scanned_with(other.mixer))
+  return first

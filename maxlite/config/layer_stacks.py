@@ -1,0 +1,243 @@
+"""The layers of a model: its family and its config, resolved to stacks of layer specs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+from maxlite.config.layer_specs import (
+  AttentionSpec,
+  FeedForwardSpec,
+  GatedDeltaSpec,
+  LatentAttentionSpec,
+  LayerSpec,
+  LayerStack,
+  MixerSpec,
+  MlpSpec,
+  MoeBesideMlpSpec,
+  MoeSpec,
+  RopeSpec,
+)
+from maxlite.config.model_families import ModelFamily
+from maxlite.config.schema import ModelConfig
+
+Stacks = tuple[LayerStack, ...]
+
+
+def layer_stacks(cfg: ModelConfig) -> Stacks:
+  """The stacks of a valid config, in the order of the forward pass."""
+  return _resolve(cfg, cfg.family)
+
+
+@functools.lru_cache
+def _resolve(cfg: ModelConfig, family: ModelFamily) -> Stacks:
+  return LAYOUTS[family.layout](cfg)
+
+
+def layer_specs(cfg: ModelConfig) -> list[LayerSpec]:
+  """The layers of all stacks."""
+  return [layer for stack in layer_stacks(cfg) for layer in stack.layers]
+
+
+def num_moe_layers(cfg: ModelConfig) -> int:
+  return sum(stack.num_moe_layers for stack in layer_stacks(cfg))
+
+
+def has_recurrence(cfg: ModelConfig) -> bool:
+  """Whether the cache of any layer has a state, of which no position can be removed."""
+  return any(layer.mixer.is_recurrent for layer in layer_specs(cfg))
+
+
+def mtp_layer_spec(cfg: ModelConfig) -> LayerSpec:
+  """A layer of multi-token prediction: as the model's last one, but it attends globally."""
+  last = layer_specs(cfg)[-1]
+  if not cfg.family.global_layer_every:
+    return last
+  return dataclasses.replace(last, mixer=_attention(cfg, is_local=False))
+
+
+def uniform(cfg: ModelConfig) -> Stacks:
+  """Attention in every layer, in every n-th one globally if the family has local layers."""
+  every = cfg.family.global_layer_every
+  mixers: list[MixerSpec] = []
+  for number in range(1, cfg.base_num_decoder_layers + 1):
+    mixers.append(_attention(cfg, is_local=not every or number % every != 0))
+  return _with_experts(cfg, mixers)
+
+
+def latent(cfg: ModelConfig) -> Stacks:
+  """Multi-head latent attention in every layer."""
+  mla = cfg.mla
+  mixer = LatentAttentionSpec(
+    num_heads=cfg.base_num_query_heads,
+    key_channels=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+    value_channels=mla.v_head_dim,
+    rope=RopeSpec("main", mla.qk_rope_head_dim, cfg.rope),
+  )
+  return _with_experts(cfg, [mixer] * cfg.base_num_decoder_layers)
+
+
+def gated_delta(cfg: ModelConfig) -> Stacks:
+  """Units of gated delta nets and one layer with attention."""
+  gdn = cfg.gdn
+  feed_forward = _feed_forward(cfg, has_experts=cfg.family.is_moe)
+  delta = GatedDeltaSpec(gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim)
+  num_recurrent = cfg.inhomogeneous_layer_cycle_interval - 1
+  recurrent = [LayerSpec(delta, feed_forward)] * num_recurrent
+  unit = (*recurrent, LayerSpec(_attention(cfg, is_local=True), feed_forward))
+  names = (*(f"gated_delta_{i}" for i in range(num_recurrent)), "attention")
+  return (_repeat("layers", unit, names, cfg.base_num_decoder_layers // len(unit)),)
+
+
+def cycles(cfg: ModelConfig) -> Stacks:
+  """Cycles of local layers and a global one, whose heads may have other sizes.
+
+  The last cycles may attend to the keys and values of the last cycle before them.
+  """
+  cycle = cfg.cycle
+  interval = cfg.inhomogeneous_layer_cycle_interval
+  num_shared = cycle.num_kv_shared_layers // interval
+  num_own = cfg.base_num_decoder_layers // interval - num_shared
+  names = (*(f"local_{i}" for i in range(interval - 1)), "global")
+
+  def unit_of(mlp_dim: int, *, is_read: bool, reads: bool) -> tuple[LayerSpec, ...]:
+    feed_forward = _feed_forward(cfg, has_experts=cfg.family.is_moe, mlp_dim=mlp_dim)
+    layers = []
+    for name in names:
+      is_local = name != "global"
+      mixer = _cycle_attention(cfg, is_local=is_local, is_read=is_read, reads=reads)
+      layers.append(LayerSpec(mixer, feed_forward, cycle.hidden_size_per_layer_input > 0))
+    return tuple(layers)
+
+  own = unit_of(cfg.base_mlp_dim, is_read=num_shared > 0, reads=False)
+  stacks = [_repeat("layers", own, names, num_own)]
+  if num_shared:
+    mlp_dim = cfg.base_mlp_dim * (2 if cycle.use_double_wide_mlp else 1)
+    reading = unit_of(mlp_dim, is_read=False, reads=True)
+    stacks.append(_repeat("kv_shared_layers", reading, names, num_shared))
+  return tuple(stacks)
+
+
+# layout of ModelFamily -> ModelConfig -> its stacks
+LAYOUTS: dict[str, Callable[[ModelConfig], Stacks]] = {
+  "uniform": uniform,
+  "latent": latent,
+  "gated_delta": gated_delta,
+  "cycles": cycles,
+}
+
+
+def _repeat(
+  name: str, unit: tuple[LayerSpec, ...], names: tuple[str, ...], times: int
+) -> LayerStack:
+  return LayerStack(name, unit * times, names if len(unit) > 1 else ())
+
+
+def _with_experts(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
+  """Layers with these mixers, in the stacks of the plan of dense and MoE layers."""
+  if not cfg.family.is_moe:
+    mlp = _feed_forward(cfg, has_experts=False)
+    return (LayerStack("layers", tuple(LayerSpec(mixer, mlp) for mixer in mixers)),)
+  if cfg.moe.mlp_only_layers:
+    return _runs(cfg, mixers)
+  num_dense = cfg.moe.first_num_dense_layers
+  step = cfg.moe.interleave_moe_layer_step
+  layers = []
+  for i, mixer in enumerate(mixers):
+    has_experts = i >= num_dense and (i - num_dense) % step == step - 1
+    layers.append(LayerSpec(mixer, _feed_forward(cfg, has_experts=has_experts)))
+  names: tuple[str, ...] = ()
+  if step > 1:
+    names = (*(f"dense_{i}" for i in range(step - 1)), "mixture")
+  others = LayerStack("layers", tuple(layers[num_dense:]), names)
+  if not num_dense:
+    return (others,)
+  return (LayerStack("dense_layers", tuple(layers[:num_dense])), others)
+
+
+def _runs(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
+  """A stack for each run of dense or MoE layers, named after its first layer."""
+  stacks = []
+  numbers = range(len(mixers))
+  for has_experts, run in itertools.groupby(numbers, lambda i: i not in cfg.moe.mlp_only_layers):
+    feed_forward = _feed_forward(cfg, has_experts=has_experts)
+    first, *others = run
+    layers = [LayerSpec(mixers[number], feed_forward) for number in (first, *others)]
+    stacks.append(LayerStack(f"layers_from_{first}", tuple(layers)))
+  return tuple(stacks)
+
+
+def _feed_forward(cfg: ModelConfig, *, has_experts: bool, mlp_dim: int = 0) -> FeedForwardSpec:
+  mlp = MlpSpec(mlp_dim or cfg.base_mlp_dim)
+  if not has_experts:
+    return mlp
+  assert cfg.family.moe is not None
+  moe = MoeSpec(cfg.family.moe)
+  if cfg.family.moe.beside_mlp:
+    return MoeBesideMlpSpec(moe, mlp)
+  return moe
+
+
+def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
+  """Attention of a layer, which has the window, and the rotary embedding of such layers, if local.
+
+  In families without local layers, all are local in this sense.
+  """
+  rope = _rope(cfg, cfg.head_dim)
+  if cfg.family.global_layer_every:
+    if not is_local and not cfg.family.global_rope:
+      rope = dataclasses.replace(rope, name="none", rotates=False)
+    elif is_local and cfg.family.global_rope and cfg.rope.local_rope_max_timescale:
+      rope = _local_rope(cfg, rope.num_channels)
+  return AttentionSpec(
+    form=cfg.family.attention,
+    num_heads=cfg.base_num_query_heads,
+    num_kv_heads=cfg.base_num_kv_heads,
+    head_dim=cfg.head_dim,
+    rope=rope,
+    window=cfg.sliding_window_size if is_local else 0,
+  )
+
+
+def _cycle_attention(cfg: ModelConfig, *, is_local: bool, is_read: bool, reads: bool) -> MixerSpec:
+  """Attention in a cycle.
+
+  Args:
+    is_read: whether layers of later stacks attend to its keys and values.
+    reads: whether it attends to those of an earlier stack.
+  """
+  name = "local" if is_local else "global"
+  spec = AttentionSpec(
+    form=cfg.family.attention,
+    num_heads=cfg.base_num_query_heads,
+    num_kv_heads=cfg.base_num_kv_heads,
+    head_dim=cfg.head_dim,
+    rope=_local_rope(cfg, cfg.head_dim),
+    window=cfg.sliding_window_size,
+    writes=name if is_read else "",
+    reads=name if reads else "",
+  )
+  if is_local:
+    return spec
+  return dataclasses.replace(
+    spec,
+    num_kv_heads=cfg.global_num_kv_heads,
+    head_dim=cfg.global_head_dim,
+    rope=_rope(cfg, cfg.global_head_dim),
+    window=0,
+    values_are_keys=cfg.cycle.share_kv_projections,
+  )
+
+
+def _rope(cfg: ModelConfig, head_dim: int) -> RopeSpec:
+  num_channels = head_dim
+  if cfg.rope.rope_type != "proportional":  # which leaves a part of the pairs as they are
+    num_channels = int(head_dim * cfg.rope.partial_rotary_factor)
+  return RopeSpec("main", num_channels, cfg.rope)
+
+
+def _local_rope(cfg: ModelConfig, num_channels: int) -> RopeSpec:
+  """The rotary embedding of local layers, without context extension."""
+  base = cfg.rope.local_rope_max_timescale or cfg.rope.rope_max_timescale
+  rope = dataclasses.replace(cfg.rope, rope_type="default", rope_max_timescale=base)
+  return RopeSpec("local", num_channels, rope)
