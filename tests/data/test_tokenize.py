@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from chat_cases import save_tokenizer
 from support.slow_cases import slow
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
 from maxlite.data import tokenize
