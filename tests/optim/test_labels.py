@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import struct
 from flax.linen import meta
+from support.slow_cases import fast_only
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
@@ -117,7 +118,10 @@ def test_matrix_axes_of_latent_attention():
   assert found == LATENT
 
 
-@pytest.mark.parametrize("decoder_block", MODELS)
+KINDS = ("llama", "olmo2", "gemma4", "mixtral", "deepseek", "qwen3_next", "gpt_oss")
+
+
+@pytest.mark.parametrize("decoder_block", fast_only(MODELS, *KINDS))
 def test_every_hidden_kernel_is_a_matrix(decoder_block):
   for path, axes in names_of(decoder_block=decoder_block, q_lora_rank=8).items():
     unstacked = [axis for axis in axes if axis not in STACKED]
