@@ -80,6 +80,9 @@ def _find(lines: list[str], text: str, start: int, place: str) -> int:
 
 def refreshed(page: str) -> str:
   """The page with the excerpts that the source now has."""
+  num_excerpts = len(EXCERPT.findall(page))
+  if num_excerpts != page.count("```python"):
+    raise StaleMarkerError("a block of code has no comment before it, or one that cannot be read")
 
   def block(marker: re.Match[str]) -> str:
     comment = marker.group().partition("\n")[0]
