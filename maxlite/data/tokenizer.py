@@ -136,7 +136,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
   """A tokenizer.json. Undecodable bytes become U+FFFD.
 
-  bos and eos come from the files beside it (see `TokenizerConfig`), else from common spellings.
+  bos and eos come from the files next to it (see `TokenizerConfig`), else from common spellings.
   `prefix_ids` come from its post-processor, as in `transformers` (5.23), which does not read the
   `add_bos_token` of a tokenizer_config.json if there is a tokenizer.json.
   """
@@ -362,7 +362,7 @@ class SentencePieceTokenizer(Tokenizer):
     return self._model.decode(valid)
 
   def _find_prefix(self, folder: Path) -> tuple[int, ...]:
-    """Return (bos,), unless the model has none or the files beside it deny it."""
+    """Return (bos,), unless the model has none or the files next to it deny it."""
     if self.bos is None or not read_tokenizer_config(folder).add_bos_token:
       return ()
     return (self.bos,)
