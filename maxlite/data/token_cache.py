@@ -160,18 +160,18 @@ def _key(
   tokenizer: DocumentTokenizer,
 ) -> str:
   """Return the name of the folder, a hash of everything the tokens depend on."""
-  facts: list[object] = [
+  fingerprint: list[object] = [
     _FORMAT,
     tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
   ]
   if cfg.on_bad_row == "skip":  # data without a bad row are the same under either policy
-    facts.append("on_bad_row=skip")
+    fingerprint.append("on_bad_row=skip")
   if cfg.data_columns:
-    facts.append(["data_columns", sorted(cfg.data_columns.items())])
-  facts.append(_versions(files))
-  facts.append(_versions(eval_files))
-  return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
+    fingerprint.append(["data_columns", sorted(cfg.data_columns.items())])
+  fingerprint.append(_versions(files))
+  fingerprint.append(_versions(eval_files))
+  return hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=12).hexdigest()
 
 
 def _versions(files: list[DataFile]) -> list[tuple[str, int, int | str]]:

@@ -180,8 +180,8 @@ class HuggingFaceTokenizer(Tokenizer):
       self.byte_ids = {i for i, piece in spelling.items() if _BYTE_PIECE.fullmatch(piece)}
     added = self._tokenizer.get_added_tokens_decoder()
     tokens = [(i, repr(token)) for i, token in sorted(added.items())]
-    facts = [file_hash, self.bos, self.stop_token_ids, self.special_tokens_map, tokens]
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    fingerprint = [file_hash, self.bos, self.stop_token_ids, self.special_tokens_map, tokens]
+    digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=16)
     self.identity = f"huggingface {digest.hexdigest()}"
     self._warn_of_settings(config, path)
 
