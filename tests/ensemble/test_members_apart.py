@@ -143,10 +143,11 @@ def assert_others_have_the_bits(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("decoder_block", MODELS)
-def test_no_decoder_mixes_members(decoder_block, poison):
+def test_no_decoder_mixes_members(decoder_block):
   keys = {"decoder_block": decoder_block, "base_num_decoder_layers": 4, "sparse_matmul": True}
+  if decoder_block.startswith("gemma4"):
+    keys["sliding_window_size"] = 8
   cfg = config_of(**keys, **mesh_keys("fsdp=1")).model
   model = Decoder(cfg, Sharder(build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])))
   tokens_BT = np.random.default_rng(0).integers(cfg.vocab_size, size=(2, 16), dtype=np.int32)
@@ -163,5 +164,5 @@ def test_no_decoder_mixes_members(decoder_block, poison):
 
     return jax.value_and_grad(total, has_aux=True)(params)
 
-  poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(poison), params)
+  poisoned = jax.tree.map(lambda leaf: leaf.at[1].set(np.nan), params)
   assert_others_have_the_bits(run_all(poisoned), run_all(params))

@@ -107,7 +107,7 @@ class PaddedEngine(EnsembleEngine):
       # From equal gradients: the update of one that is zero but for rounding may be large.
       padded_before = jax.tree.map(_pad, before[z], self._stack.abstract[z])
       padded_result = jax.tree.map(_pad, solo_result, result)
-      padded_change = _update(self._stack.programs[z], padded_before, padded_result)
+      padded_change = _update(program, padded_before, padded_result)
       change = _update(program, before[z], solo_result)
       _require_equal("update", program.name, padded_change, change)
     self._is_compared = True
@@ -154,7 +154,7 @@ def _solo_gradients(program: MemberProgram, state: TrainState, batch: PyTree) ->
 
 
 def _update(program: MemberProgram, state: TrainState, result: GradientResult) -> PyTree:
-  """The change of the parameters in a step of the program's solo run."""
+  """The change of the parameters in a step of the member's solo run, also on padded arrays."""
   (parts,) = program.functions.phases
 
   @jax.jit

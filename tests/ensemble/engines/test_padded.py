@@ -80,9 +80,16 @@ class Normalized(nn.Module):
     return nn.Dense(1)(nn.tanh(x_BD))
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), slow(OPTIMIZER)], ids=["adam", "sgd"])
-def test_a_gradient_that_is_zero_but_for_rounding_is_accepted(optimizer):
+def test_a_gradient_that_is_zero_but_for_rounding_is_accepted():
   """Also by Adam, which makes updates of the size of the learning rate of it."""
+  _, ensemble = padded([Normalized(3), Normalized(5)], optax.adam(1e-2))
+  _, metrics = ensemble.step(ensemble.init(batch(0)), batch(0))
+  assert not metrics["diverged"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, optax.adam(1e-2)], ids=["sgd", "adam"])
+def test_members_with_such_a_gradient_have_the_losses_of_members_trained_alone(optimizer):
   members, ensemble = padded([Normalized(3), Normalized(5)], optimizer)
   state = ensemble.init(batch(0))
   for n in range(STEPS):
@@ -99,7 +106,7 @@ class Constant(nn.Module):
   @nn.compact
   def __call__(self, x_BTD, train=True):
     del train
-    offset = self.param("offset", nn.initializers.zeros, (1,))
+    offset = self.param("offset", nn.initializers.zeros, (1, 1))
     y_BD = MLP((self.width,))(x_BTD)
     return y_BD + 1e-3 / self.width * (offset - jax.lax.stop_gradient(offset))
 
