@@ -31,16 +31,16 @@ def keep_members_apart() -> None:
 
 
 def _batch(
-  rule_of_jax: Callable[..., tuple[jax.Array, int | None]],
+  rule_of_jax: Callable[..., tuple[jax.Array, int]],
   axis_data: object,
   operands: Sequence[jax.Array],
   axes: Sequence[int | None],
   **params: PyTree,
-) -> tuple[jax.Array, int | None]:
-  """(result, its axis of members); `axes` are the operands' axes of members."""
-  if params["batch_group_count"] == 1 or None in axes:
-    return rule_of_jax(axis_data, operands, axes, **params)
+) -> tuple[jax.Array, int]:
+  """(result, its axis of members); `axes` are the operands' axes, None for a shared one."""
   x_axis, kernel_axis = axes
+  if params["batch_group_count"] == 1 or x_axis is None or kernel_axis is None:
+    return rule_of_jax(axis_data, operands, axes, **params)
 
   def in_batch_groups(x: jax.Array, kernel: jax.Array) -> jax.Array:
     y, axis = rule_of_jax(axis_data, (x, kernel), axes, **params)
