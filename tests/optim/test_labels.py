@@ -151,6 +151,16 @@ def test_only_true_biases_do_not_decay():
   }
 
 
+def test_decay_rates_and_their_biases_in_a_gated_delta_net_do_not_decay():
+  """Kernels of its short convolutions do, and so do embeddings and experts."""
+  decays = by_path(decay_mask(names_of(decoder_block="qwen3_next")))
+  kept = {path.rsplit("/", 1)[-1] for path, decay in decays.items() if not decay}
+  assert kept == {"scale", "decay_bias", "decay_rate"}
+  decayed = {path.rsplit("/", 1)[-1] for path, decay in decays.items() if decay}
+  convolutions = {"query_conv", "key_conv", "value_conv"}
+  assert decayed == {"embedding", "kernel", "wi_0", "wi_1", "wo"} | convolutions
+
+
 # No two shapes are equal, so a moment's shape identifies its parameter.
 STATE_SHAPES = {
   "embed": {"embedding": (7, 16)},
