@@ -15,7 +15,7 @@ from maxlite import convert
 from maxlite.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 CONFIGURED = ("train", "evaluate", "generate", "serve", "plan", "audit", "convert")
 # Words of a command line that are not configuration: see maxlite/plan.py and maxlite/convert.py.

@@ -279,6 +279,16 @@ def every_page_is_in_the_index_of_the_docs(_: Trees) -> list[str]:
   return sorted({str(path.relative_to(docs)) for path in pages} ^ set(listed))
 
 
+def the_walkthrough_shows_the_code_as_it_is(_: Trees) -> list[str]:
+  tool = runpy.run_path(str(ROOT / "tools" / "inspect" / "walkthrough.py"))
+  page = tool["PAGE"].read_text("utf-8")
+  try:
+    is_stale = tool["refreshed"](page) != page
+  except tool["StaleMarkerError"] as error:
+    return [f"docs/walkthrough.md: {error}"]
+  return [f"docs/walkthrough.md: run {tool['COMMAND']}"] if is_stale else []
+
+
 RULES: tuple[Callable[[Trees], list[str]], ...] = (
   imports_point_down,
   folders_of_ensembles_import_down,
@@ -293,6 +303,7 @@ RULES: tuple[Callable[[Trees], list[str]], ...] = (
   no_path_is_of_one_machine_or_leaves_the_repository,
   tests_import_no_test_modules,
   every_page_is_in_the_index_of_the_docs,
+  the_walkthrough_shows_the_code_as_it_is,
 )
 
 

@@ -101,7 +101,7 @@ def _mixed_sum(
   Args:
     x: a chunk of an array.
     start_A: first index of the chunk along each axis of the array, uint32.
-    shape: that of the array.
+    shape: the shape of the array.
   """
   numpy = np if isinstance(x, np.ndarray) else jnp
   bits = _bits(x)

@@ -1,4 +1,4 @@
-"""Arrays processed in chunks, so that none is held in host memory as a whole."""
+"""Arrays processed in chunks, so that none is in host memory as a whole."""
 
 import dataclasses
 import functools

@@ -413,7 +413,7 @@ class LocalCheckpoints:
     return sorted(names)
 
   def _delete_all_but(self, snapshot: Snapshot) -> None:
-    """Delete the files of other snapshots on this host, except those of a later save.
+    """Delete the files of other snapshots on this host, except files of a later save.
 
     Another process on this host may have started a later save, or delete the same files.
     """

@@ -117,7 +117,7 @@ class Checkpoints:
     self._allowed = allow_changes
     self._manager: ocp.CheckpointManager | None = None
     self._write_errors = WriteErrors()
-    self.run_id = ""  # that of the run folder; empty: checkpoints of any run are read
+    self.run_id = ""  # of the run folder; empty: checkpoints of any run are read
     self.kept_step: Callable[[], int] = _no_step  # returns the step that is never deleted
 
   def steps(self) -> list[int]:
@@ -316,7 +316,7 @@ class Checkpoints:
       abstract: the state, or a part of it; it may be a whole state if the checkpoint has only
         parameters.
       prefix: of the names of the leaves of `abstract`; empty: of all leaves.
-      steps: those of the checkpoints, the latest first.
+      steps: the steps of the checkpoints, the latest first.
       is_given: whether the user chose the only step, so that damage is an error.
 
     Raises:
@@ -372,7 +372,7 @@ class Checkpoints:
     """Return (manifest, "") or (None, damage), the same on all processes.
 
     Args:
-      step: that of the checkpoint.
+      step: the step of the checkpoint.
       run_id: the run that it must be of; empty: any; None: this one.
     """
     if run_id is None:

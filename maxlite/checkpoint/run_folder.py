@@ -83,7 +83,7 @@ class RunFolder:
     """Return the run folder of a member; raise UserError if there is none with this name.
 
     Args:
-      name: that of a member; `best`, if no member has that name, is the one with the lowest
+      name: the name of a member; `best`, if no member has that name, is the one with the lowest
         held-out loss.
     """
     names = self.member_names()
@@ -227,7 +227,7 @@ class RunFolder:
     """Return how `values`, of all keys, differ from the saved config; None at the first start.
 
     Keys that shape the model may not change. An imported run that has not been trained may change
-    all keys except those of the imported model.
+    all keys except the keys of the imported model.
 
     Raises:
       UserError: such a key differs, so that the run's weights would not fit, or one of the two is
@@ -294,7 +294,7 @@ class RunFolder:
     return is_here and tokenizer_files.is_same_file(key, now, saved)
 
   def _fixed_keys(self, changes: Changes) -> list[str]:
-    """Return those of the changed keys that may not change."""
+    """Return the changed keys that may not change."""
     fixed = []
     for name, (old, new) in changes.items():
       if KEYS[name].field.shapes_model and not _only_data(name, old, new):

@@ -18,7 +18,7 @@ from maxlite.config.raw_values import show
 from maxlite.config.read_keys import check_typed
 from maxlite.config.rules import check_rules
 from maxlite.config.schema import DEFAULTS, KEYS, Config, build
-from maxlite.config.start_model import start_settings, with_start
+from maxlite.config.start_model import START_KEYS, start_settings, with_start
 from maxlite.config.tuning import check_tuning
 from maxlite.config.values import BASE_CONFIG, Setting, parse
 from maxlite.config.yaml_files import (
@@ -123,7 +123,9 @@ def read_settings(
   settings += [*written, *structure]
   if not names_only:
     # The model to start from, and the model of an imported run that the command goes on with.
-    settings += start_settings([*written, *line.typed], defaults)
+    # If only the defaults, a resolved config, name the first, they have its keys already.
+    if any(setting.name in START_KEYS for setting in [*written, *line.typed]):
+      settings += start_settings([*written, *line.typed], defaults)
     settings += _imported_model([*written, *preset, *line.typed], defaults)
   return [*settings, *line.typed]
 

@@ -1,7 +1,8 @@
 """The keys that a run takes from the model it starts from: `load_parameters_path`, `from_run`.
 
 They are those that determine the model's function and its tokenizer. Files and presets do not
-override them; a key that is typed does, and is refused where the weights would not fit.
+override them; a key that is typed, or that a `Config` has, does, and is refused where the weights
+would not fit.
 """
 
 import os
@@ -20,6 +21,7 @@ from maxlite.registry import PREFERENCE_LOSSES, WEIGHT_FORMATS
 from maxlite.storage.object_store import join
 from maxlite.storage.tokenizer_files import OWNED_KEYS, is_same_file
 
+START_KEYS = ("load_parameters_path", "from_run")
 _ADAPTERS = tuple(flatten(LoraConfig()))
 _FORMATS = {"config.yml": "run", "config.json": "huggingface"}
 
@@ -140,7 +142,7 @@ def require_weights_fit(values: Mapping[str, KeyValue], start: Mapping[str, KeyV
 
 def start_settings(settings: list[Setting], defaults: Mapping[str, KeyValue]) -> list[Setting]:
   """The settings of the model that the other settings name as the start; see `start_values`."""
-  named = {"load_parameters_path", "from_run", "base_output_directory", "run_name"}
+  named = {*START_KEYS, "base_output_directory", "run_name"}
   values = dict(defaults)
   for setting in settings:
     if setting.name in named:

@@ -17,7 +17,7 @@ from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
 from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
-from maxlite.data.stream_facts import order_facts, require_same_facts
+from maxlite.data.stream_fingerprint import order_fingerprint, require_same_fingerprint
 from maxlite.data.vocabulary_check import VocabularyCheck
 from maxlite.errors import UserError
 from maxlite.registry import ROW_ORDERS
@@ -171,13 +171,13 @@ class DataLoader:
     for batch in read_once(batches.slice(selected), self.cfg.grain_prefetch_buffer_size):
       yield Batch(**batch)
 
-  def stream_facts(self, num_batches: int) -> JsonObject:
+  def fingerprint(self, num_batches: int) -> JsonObject:
     """Return everything that the first batches depend on, by config key, as JSON values."""
     num_rows = self.schedule.first_row(num_batches)
-    facts = order_facts(self.cfg)
-    facts["global_batch_size"] = self.schedule.past_sizes(num_batches)
-    facts["data"] = self.order.history(num_rows)
-    return facts
+    fingerprint = order_fingerprint(self.cfg)
+    fingerprint["global_batch_size"] = self.schedule.past_sizes(num_batches)
+    fingerprint["data"] = self.order.history(num_rows)
+    return fingerprint
 
 
 def open_data(
@@ -245,12 +245,12 @@ class TrainStream:
 
   def state(self) -> JsonObject:
     """Return the number of batches taken and all that they depend on, as JSON values."""
-    return {"num_batches": self._num_taken, **self._data.stream_facts(self._num_taken)}
+    return {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
 
   def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
     num_batches = state["num_batches"]
-    require_same_facts(state, self._data.stream_facts(num_batches))
+    require_same_fingerprint(state, self._data.fingerprint(num_batches))
     self.close()
     self._start(num_batches)
 

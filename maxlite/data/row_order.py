@@ -222,7 +222,7 @@ class MixtureOrder(grain.MapDataset[int]):
 def interleave_sources(units_S: np.ndarray) -> np.ndarray:
   """Return the source [N] of each of N = sum(units_S) rows, whose repetition keeps all shares.
 
-  Among the first n rows, those of source s differ from n * units_S[s] / N by less than one.
+  Among the first n rows, source s has n * units_S[s] / N rows up to a difference of less than one.
 
   Source: Tijdeman, The chairman assignment problem (1980).
   """
@@ -246,7 +246,7 @@ def interleave_sources(units_S: np.ndarray) -> np.ndarray:
 def _earliest_deadline(due_A: list[int], units_A: list[int], total: int, slack: int) -> int:
   """Return the source, of those that a row is due from, whose row must be given the earliest.
 
-  Of equal deadlines, it is that of the first source.
+  Of equal deadlines, it is the first source's.
   """
   first = -1
   first_deadline = math.inf

@@ -45,7 +45,7 @@ _FORMAT = 2
 _STALE_SECONDS = 24 * 3600.0
 _META = "meta.json"
 _LOCK = ".lock"
-_PACKED = (".gz", ".zst", ".parquet", ".arrow", ".array_record")  # size is not that of their text
+_PACKED = (".gz", ".zst", ".parquet", ".arrow", ".array_record")  # size is not the text's
 _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 
 log = get_logger(__name__)
@@ -65,7 +65,7 @@ class Tokens:
 class TokenizedData:
   """Both splits; `num_dropped` training documents were dropped as duplicates of held-out ones.
 
-  `counts` are those of the DocumentTokenizer. `files` is a report of the files that were read.
+  `counts` are from the DocumentTokenizer. `files` is a report of the files that were read.
   """
 
   train: Tokens
@@ -160,18 +160,18 @@ def _key(
   tokenizer: DocumentTokenizer,
 ) -> str:
   """Return the name of the folder, a hash of everything the tokens depend on."""
-  facts: list[object] = [
+  fingerprint: list[object] = [
     _FORMAT,
     tokenizer.identity,
     [cfg.dataset_type, cfg.text_column, cfg.eval_split, cfg.eval_fraction],
   ]
   if cfg.on_bad_row == "skip":  # data without a bad row are the same under either policy
-    facts.append("on_bad_row=skip")
+    fingerprint.append("on_bad_row=skip")
   if cfg.data_columns:
-    facts.append(["data_columns", sorted(cfg.data_columns.items())])
-  facts.append(_versions(files))
-  facts.append(_versions(eval_files))
-  return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
+    fingerprint.append(["data_columns", sorted(cfg.data_columns.items())])
+  fingerprint.append(_versions(files))
+  fingerprint.append(_versions(eval_files))
+  return hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=12).hexdigest()
 
 
 def _versions(files: list[DataFile]) -> list[tuple[str, int, int | str]]:
@@ -222,7 +222,7 @@ def _damage(folder: Path, sources: list[DataFile]) -> str:
 
 
 def _changed_files(folder: Path, sources: list[DataFile]) -> list[DataFile]:
-  """Return the files whose digests are not those of meta.json.
+  """Return the files whose digests differ from meta.json.
 
   A folder that is incomplete or damaged can raise any exception.
   """
@@ -291,7 +291,7 @@ def _tokenize(
 
 
 def _text_bytes(sources: list[DataFile]) -> int:
-  """Return the size of the text in `sources`; 0 if the size of a file is not that of its text."""
+  """Return the size of the text in `sources`; 0 if the size of a file is not its text's."""
   total = 0
   for file in sources:
     if file.suffix in _PACKED:

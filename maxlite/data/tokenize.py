@@ -95,7 +95,7 @@ class TextTokenizer:
     self._has_warned = False
 
   def encode(self, pieces: Iterator[Piece], *, is_open: bool) -> Iterator[list[EncodedPiece]]:
-    """Yield the ids of consecutive pieces, an entry for each: together, those of the document."""
+    """Yield the ids of consecutive pieces, an entry for each: together, the ids of the document."""
     for batch in _batches(pieces):
       texts = []
       for piece in batch:
@@ -122,7 +122,7 @@ class TextTokenizer:
   def _cut(
     self, piece: Piece, around_start: np.ndarray, ids: np.ndarray, around_end: np.ndarray
   ) -> np.ndarray:
-    """Return the ids of a piece, of those of the piece with the text before and after it.
+    """Return the ids of a piece, from the ids of the piece with the text around it.
 
     A cut is in the middle of the ids of the text around it. Encoding this text in pieces instead
     could give other ids there: a tokenizer may put a space before a text, and may read white space

@@ -136,7 +136,7 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
   """A tokenizer.json. Undecodable bytes become U+FFFD.
 
-  bos and eos come from the files beside it (see `TokenizerConfig`), else from common spellings.
+  bos and eos come from the files next to it (see `TokenizerConfig`), else from common spellings.
   `prefix_ids` come from its post-processor, as in `transformers` (5.23), which does not read the
   `add_bos_token` of a tokenizer_config.json if there is a tokenizer.json.
   """
@@ -180,8 +180,8 @@ class HuggingFaceTokenizer(Tokenizer):
       self.byte_ids = {i for i, piece in spelling.items() if _BYTE_PIECE.fullmatch(piece)}
     added = self._tokenizer.get_added_tokens_decoder()
     tokens = [(i, repr(token)) for i, token in sorted(added.items())]
-    facts = [file_hash, self.bos, self.stop_token_ids, self.special_tokens_map, tokens]
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    fingerprint = [file_hash, self.bos, self.stop_token_ids, self.special_tokens_map, tokens]
+    digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=16)
     self.identity = f"huggingface {digest.hexdigest()}"
     self._warn_of_settings(config, path)
 
@@ -362,7 +362,7 @@ class SentencePieceTokenizer(Tokenizer):
     return self._model.decode(valid)
 
   def _find_prefix(self, folder: Path) -> tuple[int, ...]:
-    """Return (bos,), unless the model has none or the files beside it deny it."""
+    """Return (bos,), unless the model has none or the files next to it deny it."""
     if self.bos is None or not read_tokenizer_config(folder).add_bos_token:
       return ()
     return (self.bos,)

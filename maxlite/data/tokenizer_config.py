@@ -1,4 +1,4 @@
-"""The files beside a tokenizer.json: its special tokens and its chat template."""
+"""The files next to a tokenizer.json: its special tokens and its chat template."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _COMMON_SPELLINGS = {
 class NamedToken:
   """A token that a file names: its id there, None if it has none, and how it is found in a text.
 
-  `options` are those of `tokenizers.AddedToken`. `file` is for error messages.
+  `options` are the arguments of `tokenizers.AddedToken`. `file` is for error messages.
   """
 
   content: str
@@ -214,7 +214,7 @@ class SpecialIds(NamedTuple):
 
 
 def find_special_ids(vocabulary: dict[str, int], config: TokenizerConfig, path: str) -> SpecialIds:
-  """Find the ids that the files name, else those of a common spelling in the vocabulary.
+  """Find the ids that the files name, else the ids of a common spelling in the vocabulary.
 
   The stop tokens are the named eos and the listed ones.
 

@@ -33,7 +33,7 @@ def train_tokenizer(
   Args:
     data: the sources, whose training documents are read as bytes.
     cache_directory: of tokenized data, to which the bytes are written.
-    size: ids, with those of the 256 bytes and of the special tokens.
+    size: ids, including the 256 bytes and the special tokens.
     special_tokens: spellings, which get the first ids.
     max_bytes: of text to train on; rows in random order, and of a mixture by weight.
 

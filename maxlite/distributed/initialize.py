@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from maxlite.config.schema import HostsConfig
-from maxlite.distributed.agreement import common_facts
+from maxlite.distributed.config_check import config_fingerprint
 from maxlite.distributed.heartbeat import Heartbeat
 from maxlite.distributed.jax_private import detect_cluster
 from maxlite.distributed.rendezvous import TOKEN, ProcessSpec, bind_address, rendezvous
@@ -107,7 +107,7 @@ def distributed_runtime(
 
   Args:
     hosts: how to find the other processes.
-    values: the resolved config, flat, on which all processes must agree (agreement.py).
+    values: the resolved config, flat, on which all processes must agree (config_check.py).
     separate: whether JAX runs in every process as if it were alone.
 
   Raises:
@@ -125,8 +125,8 @@ def distributed_runtime(
     return
   devices = local_devices(environment, os.environ)
   settings = {name: getattr(jax.config, name) for name in _JAX_SETTINGS}
-  facts = common_facts(values, settings)
-  peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""), facts)
+  fingerprint = config_fingerprint(values, settings)
+  peers = rendezvous(spec, timeout, os.environ.get(TOKEN, ""), fingerprint)
   with Heartbeat(spec.process_id, peers, max_silence) as heartbeat:
     if separate:
       _show_devices(devices)

@@ -1,8 +1,8 @@
 """Rendezvous of all processes of a run at process 0: all are present and agree, or all fail.
 
 Process 0 and another process prove to each other that they belong to the run, and the other one
-sends its hello (visitors.py). Process 0 answers that it has joined, or first requests what both
-must have in common (agreement.py) if it differs. At the end, process 0 sends the outcome: a line
+sends its hello (handshake.py). Process 0 answers that it has joined, or first requests what both
+must have in common (config_check.py) if it differs. At the end, process 0 sends the outcome: a line
 with an error, or an empty line.
 """
 
@@ -15,12 +15,12 @@ import socket
 import time
 from collections.abc import Collection, Mapping
 
-from maxlite.distributed.agreement import describe_difference, digest, parse_facts
-from maxlite.distributed.visitors import (
+from maxlite.distributed.config_check import describe_difference, digest, parse_fingerprint
+from maxlite.distributed.handshake import (
   LINE_BYTES,
   REFUSED,
+  Handshakes,
   Hello,
-  Visitors,
   new_challenge,
   parse_challenge,
   proof_of_process_0,
@@ -59,7 +59,7 @@ def rendezvous(
   spec: ProcessSpec,
   timeout: float,
   token: str = "",
-  facts: Mapping[str, str] | None = None,
+  fingerprint: Mapping[str, str] | None = None,
 ) -> dict[int, socket.socket]:
   """Connect process 0 to all others, and any other process to process 0.
 
@@ -69,32 +69,32 @@ def rendezvous(
     spec: this process.
     timeout: for all processes to connect, in seconds.
     token: the secret that the processes of the run share.
-    facts: {name: value} of what all processes must have in common; None: nothing.
+    fingerprint: {name: value} of what all processes must have in common; None: nothing.
 
   Returns:
     {process id: connection}, on process 0 of all others, on another process of process 0.
 
   Raises:
     UserError: on all processes, if one is missing after `timeout` seconds, two have the same id, or
-      they disagree on the number of processes or on the facts.
+      they disagree on the number of processes or on the fingerprint.
   """
   deadline = time.monotonic() + timeout
-  own_facts = facts or {}
+  own_fingerprint = fingerprint or {}
   if spec.process_id > 0:
-    return {0: _join(spec, own_facts, deadline, timeout, token)}
+    return {0: _join(spec, own_fingerprint, deadline, timeout, token)}
   joined: list[socket.socket] = []
   peers: dict[int, socket.socket] = {}
   error = ""
-  with _listen(spec) as listener, Visitors(listener, token, spec.num_processes) as visitors:
+  with _listen(spec) as listener, Handshakes(listener, token, spec.num_processes) as handshakes:
     while len(joined) < spec.num_processes - 1:
-      arrival = visitors.next_hello(deadline)
+      arrival = handshakes.next_hello(deadline)
       if arrival is None:
         break
       hello, connection = arrival
       joined.append(connection)
       found = _hello_error(spec, peers, hello)
       if not found:
-        found = _facts_error(connection, hello, own_facts)
+        found = _fingerprint_error(connection, hello, own_fingerprint)
       with contextlib.suppress(OSError):
         connection.sendall(_JOINED)
       peers.setdefault(hello.process_id, connection)
@@ -115,7 +115,7 @@ def rendezvous(
 
 def _join(
   spec: ProcessSpec,
-  facts: Mapping[str, str],
+  fingerprint: Mapping[str, str],
   deadline: float,
   timeout: float,
   token: str,
@@ -123,7 +123,7 @@ def _join(
   """Return the connection of another process to process 0; raise UserError as `rendezvous` does."""
   while True:
     connection = _connect(spec, deadline, timeout)
-    answer = _introduce(connection, spec, facts, token)
+    answer = _introduce(connection, spec, fingerprint, token)
     if answer == _JOINED:
       break
     connection.close()
@@ -150,10 +150,10 @@ def _join(
 def _introduce(
   connection: socket.socket,
   spec: ProcessSpec,
-  facts: Mapping[str, str],
+  fingerprint: Mapping[str, str],
   token: str,
 ) -> bytes | None:
-  """Send this process's hello, and its facts if requested; return the last answer, if any.
+  """Send this process's hello, and its fingerprint if requested; return the last answer, if any.
 
   Nothing is sent but a challenge before process 0 has proven that it has the token; REFUSED is
   returned if it has another.
@@ -161,7 +161,7 @@ def _introduce(
   challenge = parse_challenge(_read_line(connection, _ANSWER_SECONDS) or b"")
   if not challenge:
     return None
-  hello = Hello(spec.num_processes, spec.process_id, digest(facts))
+  hello = Hello(spec.num_processes, spec.process_id, digest(fingerprint))
   own_challenge = new_challenge()
   expected = proof_of_process_0(challenge, own_challenge, token)
   try:
@@ -172,7 +172,7 @@ def _introduce(
     connection.sendall(hello.line(challenge, token))
     answer = _read_line(connection, _ANSWER_SECONDS)
     if answer == _DESCRIBE:
-      line = f"{json.dumps(facts)}\n"
+      line = f"{json.dumps(fingerprint)}\n"
       connection.sendall(line.encode())
       answer = _read_line(connection, _ANSWER_SECONDS)
   except OSError:
@@ -250,24 +250,24 @@ def _hello_error(
   return ""
 
 
-def _facts_error(
+def _fingerprint_error(
   connection: socket.socket,
   hello: Hello,
-  facts: Mapping[str, str],
+  fingerprint: Mapping[str, str],
 ) -> str:
-  """Return which facts of a process differ from those of process 0; empty: none."""
-  if hello.digest == digest(facts):
+  """Return in what the fingerprint of a process differs from process 0; empty: in nothing."""
+  if hello.digest == digest(fingerprint):
     return ""
   with contextlib.suppress(OSError):
     connection.sendall(_DESCRIBE)
   line = _read_line(connection, _ANSWER_SECONDS, _FACTS_BYTES)
-  others = parse_facts(line or b"")
+  others = parse_fingerprint(line or b"")
   if not others:
     return (
       f"process_id={hello.process_id} was started with another config or version than "
       "process_id=0: start all processes with the same"
     )
-  return describe_difference(facts, others, hello.process_id)
+  return describe_difference(fingerprint, others, hello.process_id)
 
 
 def _missing_error(

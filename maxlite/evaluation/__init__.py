@@ -1,1 +1,1 @@
-"""Evaluation: the held-out loss, that of each document, and how many drafts are accepted."""
+"""Evaluation: the held-out loss, the loss of each document, and how many drafts are accepted."""

@@ -25,7 +25,7 @@ from maxlite.training.loss import next_token, run_forward
 from maxlite.training.preference_loss import pair_means
 from maxlite.training.program import Program
 
-# Sums over the tokens of one or more batches: scalars by name, and those of draft heads.
+# Sums over the tokens of one or more batches: scalars by name, and the sums of draft heads.
 Sums = dict[str, PyTree]
 
 
@@ -53,7 +53,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Compute `eval_loss` [nats per token], `eval_bits_per_byte` and `eval_tokens` of `batches`.
 
-  Of pairs, `eval_loss` is the mean loss of a pair, and the others are those of `pair_means`. With
+  Of pairs, `eval_loss` is the mean loss of a pair, and the others are from `pair_means`. With
   moving averages of the parameters also `eval_ema_loss` and so on.
 
   Args:

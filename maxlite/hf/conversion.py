@@ -276,7 +276,7 @@ def read_merged(stored: StoredParameters, path: str, index: Index, lora_alpha: f
 def _split_adapters(
   params: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
-  """Split {path: array} into (parameters of the base model, those of adapters)."""
+  """Split {path: array} into (parameters of the base model, parameters of adapters)."""
   base = {}
   adapters = {}
   for path, leaf in params.items():

@@ -199,7 +199,7 @@ def _copies_of_embedding(
 
 
 def _are_equal(copy: TensorEntry, original: TensorEntry, mapping: TensorMapping) -> bool:
-  """Return whether two tensors have the same bits; `mapping` is that of the original."""
+  """Return whether two tensors have the same bits; `mapping` is the original's."""
   if copy.shape != original.shape or copy.dtype != original.dtype:
     return False
   for block in mapping.blocks():

@@ -68,7 +68,7 @@ def keys_of_folder(directory: Path) -> JsonObject:
 
 
 def _typed_keys(family: HfFamily, values: JsonObject, file: Path) -> JsonObject:
-  """Return our keys for the values of a config.json, checked as those of a command line are."""
+  """Return our keys for the values of a config.json, checked like a command line."""
   try:
     keys = family.config_from_hf(values)
   except KeyError as error:

@@ -29,7 +29,7 @@ RESTORE = "restore it from a copy"
 class ImportSource:
   """What is known of the folder; nothing if a run was not imported."""
 
-  config: JsonObject | None = None  # a config.json, which may be that of another model
+  config: JsonObject | None = None  # a config.json, perhaps of another model
   # {path: type of its tensors} of the parameters that have another type than `weight_dtype`.
   types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -65,7 +65,7 @@ def write_source(run: RunFolder, directory: Path, family: HfFamily, model: Model
 def read_source(run: RunFolder, cfg: Config) -> ImportSource:
   """Return what the run of `cfg` has of the folder that its model was imported from.
 
-  A run that starts from the weights of another has the config.json beside its tokenizer.
+  A run that starts from the weights of another has the config.json next to its tokenizer.
   """
   if run.source.is_file():
     values = read_json_object(run.source, RESTORE)

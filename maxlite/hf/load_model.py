@@ -92,8 +92,8 @@ def load(
 
   Args:
     path: the run folder, or the folder with config.json.
-    dtype: the type of parameters and activations, `float32` or `bfloat16`. The default is that of
-      the run; for a Hugging Face folder bfloat16 if it holds all weights exactly, else float32.
+    dtype: the type of parameters and activations, `float32` or `bfloat16`. The default is the
+      run's; for a Hugging Face folder bfloat16 if it holds all weights exactly, else float32.
     mesh: {mesh axis: size}, such as {"fsdp": 8}, or a Mesh with such axes; default: one device.
     plugins: the plug-ins that the run needs. They are code, so the run alone cannot import them.
     trust_plugins: import the plug-ins that the run names.
@@ -208,7 +208,7 @@ def _load_hf(
 
 
 class HfWeights(ModelWeights):
-  """A Hugging Face folder; the default dtype is that of `load`."""
+  """A Hugging Face folder; the default dtype is as in `load`."""
 
   def __init__(self, folder: Path, command: Config | None = None, dtype: str | None = None):
     del command  # such a folder names no code
@@ -223,7 +223,7 @@ class HfWeights(ModelWeights):
     self.model = build(ModelConfig, DEFAULTS | keys | types)
 
   def read(self, program: Program) -> dict[str, PyTree]:
-    """Return the parameters, placed as those of `program`."""
+    """Return the parameters, placed as in `program`."""
     leaves = leaves_by_path(program.abstract_state.params)
     num_rows = self.model.vocab_size
     params = params_from_hf(self._folder, self._family, self.model, num_rows, leaves)

@@ -113,7 +113,7 @@ def _entry(
 
 
 def _fit(sizes: tuple[int, ...], words: TensorEntry, scales: TensorEntry) -> bool:
-  """Return whether words and scales are those of a matrix of these sizes."""
+  """Return whether words and scales belong to a matrix of these sizes."""
   if len(sizes) != 2 or len(scales.shape) != 2 or scales.dtype not in DTYPES:
     return False
   num_rows, num_columns = sizes

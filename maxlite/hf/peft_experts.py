@@ -75,7 +75,7 @@ class TargetParameter:
 
 
 def peft_rules(family: HfFamily, cfg: ModelConfig) -> list[TensorRule]:
-  """Return the rules of a layer, with those of the experts that peft needs."""
+  """Return the rules of a layer, and the rules of experts that peft needs."""
   replaced: set[str] = set()
   for rule in family.peft_experts:
     replaced.update(rule.paths)
@@ -106,7 +106,7 @@ def target_parameters(
   for rule in rules:
     if is_of_all_experts(rule) and adapted.intersection(rule.paths):
       with_adapters.append(rule)
-  # peft wraps the module for one parameter after the other; both orders are that of the model.
+  # peft wraps the module for one parameter after the other; both follow the model's order.
   return [TargetParameter(rule, is_inner=rule != with_adapters[-1]) for rule in with_adapters]
 
 

@@ -102,7 +102,7 @@ def _peft_config(
 def _adapter_family(
   family: HfFamily, block: Sequence[TensorRule], targets: Sequence[TargetParameter]
 ) -> HfFamily:
-  """Return `family` with the tensors of adapters instead of those of the model.
+  """Return `family` with the tensors of adapters instead of the model's.
 
   Args:
     block: rules of the kernels of a layer, and of the experts that have separate tensors.
@@ -160,7 +160,7 @@ def _require_separate_tensors(rules: Sequence[TensorRule], adapters: Collection[
 
 
 def _require_both_projections(adapters: Collection[str]) -> None:
-  """Raise UserError for adapters of experts' gate or up projections without those of the other.
+  """Raise UserError for adapters of experts' gate or up projections without adapters of the other.
 
   Args:
     adapters: paths of the adapters' parameters, of experts with separate tensors.

@@ -242,7 +242,7 @@ def tensor_mappings(
 
 
 def _with_copies(family: HfFamily, cfg: ModelConfig) -> list[TensorRule]:
-  """Return the rules outside of layers, each followed by those of the copies in further layers."""
+  """Return the rules outside of layers, each followed by rules of its copies in further layers."""
   rules = []
   for rule in family.outer:
     rules.append(rule)

@@ -1,6 +1,6 @@
 """Folders of models that read images or sound too: their part that reads text.
 
-Their config.json has that of the text model as `text_config`, and the names of its tensors have one
+Their config.json has the text model's as `text_config`, and the names of its tensors have one
 module more.
 """
 
@@ -18,7 +18,7 @@ _MODEL = "model."
 _TEXT_MODEL = "model.language_model."
 _OTHER_PARTS = r"model\.(?!language_model\.).*"  # tensors of encoders and of their projections
 _TIED = "tie_word_embeddings"
-# Keys beside text_config that concern other inputs than text.
+# Keys next to text_config that concern other inputs than text.
 _OF_OTHER_INPUTS = r"(image|video|vision|audio|bo[ai]|eo[ai])_.*"
 
 
@@ -80,7 +80,7 @@ def other_parts(family: HfFamily, tensors: Collection[str]) -> set[str]:
 
 
 def with_alternatives(family: HfFamily, tensors: Collection[str]) -> HfFamily:
-  """Return `family` with those of its alternative rules whose tensors exist."""
+  """Return `family` with its alternative rules whose tensors exist."""
   endings = {name.rpartition(".layers.")[2].partition(".")[2] for name in tensors}
   block = list(family.block)
   for alternative in family.alternatives:

@@ -69,7 +69,7 @@ class Detokenizer:
   def _set_context(self, tokens: Sequence[int]) -> None:
     """Keep the end of `tokens`, whose text is final, as the context of the next tokens.
 
-    It has text of its own (else it is all of `tokens`), which is more than incomplete characters,
+    It has separate text (else it is all of `tokens`), which is more than incomplete characters,
     so that no character of the next tokens spans its beginning.
     """
     length = 0

@@ -293,7 +293,7 @@ class MtpDrafter(Drafter):
 class _MtpChain:
   """The layers' proposals of one step, token by token.
 
-  The state of a layer at a draft is that of the layer before it at the previous token.
+  The state of a layer at a draft is the state of the layer before it at the previous token.
   """
 
   def __init__(self, drafter: MtpDrafter, params: PyTree, draft: MtpDraft, rows: DraftRows):

@@ -38,7 +38,7 @@ from maxlite.sharding.pytree import PyTree
 
 NO_TOKEN = -1  # padding in the output of rows that have finished
 MAX_STEPS = 16  # decode steps per call
-_STEP = "step"  # name of the program of decode steps; those of prefill have a shape
+_STEP = "step"  # name of the program of decode steps; programs of prefill have a shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -331,7 +331,7 @@ class Engine:
     )
 
   def _state_shardings(self) -> DecodeState:
-    """Rows use the batch sharding; cache entries also that of the key/value heads."""
+    """Rows use the batch sharding; cache entries also the sharding of key/value heads."""
     sharder = self._model.sharder
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> jax.NamedSharding:

@@ -54,7 +54,7 @@ def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
 
 
 def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
-  """Convert `params` of a model of `cfg` to those of `inference_model`.
+  """Convert `params` of a model of `cfg` to parameters of `inference_model`.
 
   Adapters are merged, stacked layers are unstacked, and matrices are cast to the activation dtype,
   as each use would cast them; the router, which may compute in another dtype, keeps its own. On
@@ -88,7 +88,7 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
 
 
 def _unstack(cfg: ModelConfig, params: PyTree) -> PyTree:
-  """Parameters of scanned layers as those of separate layers."""
+  """Parameters of scanned layers as parameters of separate layers."""
   stacks = [stack.name for stack in layer_stacks(cfg)]
   unstacked: dict[str, PyTree] = {}
   for name, module in params.items():

@@ -35,7 +35,7 @@ Prompt = str | Conversation
 class PromptEncoder:
   """Converts prompts to requests with the tokenizer and the sampling keys of a run.
 
-  `stop_token_ids` end a completion: with `chats`, those of the chat template too.
+  `stop_token_ids` end a completion: with `chats`, the chat template's too.
 
   Raises:
     UserError: the run has no tokenizer that fits the model, or `chats` and no chat template.

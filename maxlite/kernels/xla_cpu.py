@@ -15,6 +15,8 @@ Elsewhere, because the workaround is the form of the code:
 - sharding/all_to_all.py: `ragged_all_to_all` is not implemented; a padded all-to-all replaces it.
 - models/decoder.py: layer scans are unrolled by 4, because XLA:CPU copies what a loop carries.
 - layers/transposed_linear.py: kernels are transposed for `matmul_few_rows`.
+- kernels/vmapped_convolution.py: batch groups of a convolution are expanded to a dense one, so that
+  a NaN of one group reaches all.
 - checkpoint/checksum.py: more than 32 independent collectives in flight deadlock.
 - ensemble/engines/stacked.py: independent collectives of one program deadlock, so groups of members
   that are sharded run one after another.

@@ -111,7 +111,7 @@ METRICS: dict[str, Metric] = {
 
 
 def describe_metric(name: str) -> Metric | None:
-  """What a metric means; None if it is not in the catalogue, such as that of a plug-in."""
+  """What a metric means; None if it is not in the catalogue, such as a plug-in's."""
   for pattern, metric in METRICS.items():
     if fnmatch.fnmatchcase(name, pattern):
       return metric

@@ -157,7 +157,7 @@ class _GradientFlow:
 def _mixer_macs_per_token(
   model: ModelConfig, row_length: int, gradients: _GradientFlow, *, is_recurrent: bool
 ) -> float:
-  """Products of mixers besides those with parameters, over all layers.
+  """Products of mixers without parameters, over all layers.
 
   Those of attention are of queries with keys, and of scores with values.
   """

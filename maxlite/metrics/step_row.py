@@ -56,7 +56,7 @@ def expert_row(load_NE: np.ndarray, dropped_N: np.ndarray) -> Row:
   """Expert balance over layers; NaN if a layer has no assignments.
 
   `expert_imbalance` (max / mean load) and `expert_entropy` (entropy / entropy of a uniform load)
-  are 1 for a uniform load and are those of the worst layer. `expert_dead` is the share of experts
+  are 1 for a uniform load and describe the worst layer. `expert_dead` is the share of experts
   without tokens, `expert_dropped` the share of assignments dropped, over all layers.
   """
   share_NE = np.asarray(load_NE, np.float64)

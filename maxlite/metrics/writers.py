@@ -134,7 +134,7 @@ class Writers:
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-  """What the rows of a file have beside their step.
+  """What the rows of a file have in addition to their step.
 
   Attributes:
     is_valid: whether the reader of a row finds what it needs.
@@ -195,7 +195,7 @@ class BackgroundCalls:
     self._requested.set()
 
   def call(self) -> None:
-    """Call the function; raise its error, or that of an earlier call in the thread."""
+    """Call the function; raise its error, or the error of an earlier call in the thread."""
     with self._lock:
       if self._error is not None:
         raise self._error
@@ -408,7 +408,7 @@ _TENSORBOARD_THREAD = concurrent.futures.ThreadPoolExecutor(1, "tensorboard")
 class WandbWriter:
   """Writes rows, text and images to a run of Weights & Biases; a resumed run continues it.
 
-  Mode and account are those of the library: `wandb login`, or WANDB_MODE=offline.
+  The library chooses mode and account: `wandb login`, or WANDB_MODE=offline.
   """
 
   def __init__(

@@ -63,7 +63,7 @@ def muon(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
-# Numbers of a config that an optimizer may have in its state instead of its program.
+# Hyperparameters of a config that an optimizer may have in its state instead of its program.
 UPDATE_NUMBERS = (
   "adam_weight_decay",
   "adam_b1",
@@ -81,7 +81,7 @@ SCHEDULE_NUMBERS = (
 
 
 def number_names(cfg: OptimizerConfig) -> tuple[str, ...]:
-  """The numbers of this config that an optimizer may have in its state.
+  """The names of the hyperparameters that an optimizer may have in its state.
 
   The lengths of the schedule are among them if the schedule takes arrays in their place.
   """
@@ -105,7 +105,7 @@ def build_optimizer(
   float32, the hyperparameters that population-based training changes.
 
   Args:
-    stored: names of further numbers, of those in `numbers_of`, that the state has.
+    stored: names of further hyperparameters in `numbers_of` that the state has.
 
   Raises:
     UserError: the model has muP, which has no rule for this optimizer.
@@ -124,7 +124,7 @@ def build_optimizer(
 
 
 def learning_rate(cfg: OptimizerConfig, opt_state: optax.OptState) -> jax.Array:
-  """The learning rate of the next update, with the numbers that are in the optimizer's state."""
+  """The learning rate of the next update, with the hyperparameters in the optimizer's state."""
   stored = hyperparameters(opt_state)
   in_force: dict[str, Any] = {}  # traced values in the place of numbers
   for name in stored.keys() & {*RATE_NUMBERS, *SCHEDULE_NUMBERS}:
@@ -143,7 +143,7 @@ def _num_updates(opt_state: optax.OptState) -> jax.Array:
 
 
 def hyperparameters(opt_state: optax.OptState) -> dict[str, jax.Array]:
-  """The numbers in the state, by their keys in the config; empty if there are none."""
+  """The hyperparameters in the state, by their keys in the config; may be empty."""
   return optax.tree.get(opt_state, "hyperparams", {})
 
 
@@ -159,7 +159,7 @@ def with_hyperparameters(
 def _chain(
   cfg: OptimizerConfig, names: PyTree, model: ModelConfig, clips: bool
 ) -> optax.GradientTransformation:
-  """The optimizer of a config whose numbers may be traced."""
+  """The optimizer of a config whose hyperparameters may be traced."""
   entry = OPTIMIZERS.entry(cfg.opt_type)
   parts: list[optax.GradientTransformation] = []
   if clips:

@@ -1,7 +1,7 @@
 """Properties of parameters that follow from their paths and from the logical names of their axes.
 
 These are whether a phase trains a parameter, whether weight decay applies to it, how its optimizer
-state is sharded, and, for Muon, which of its axes are those of a matrix.
+state is sharded, and, for Muon, which of its axes make a matrix.
 """
 
 import difflib
@@ -28,7 +28,7 @@ WIDTHS = ("embed", "embed_no_exp", "q_lora", "kv_lora")  # of which a hidden mat
 def path_of(key_path: tuple) -> str:
   """Parameter path as written in regexes and messages: `layers/attention/query/kernel`.
 
-  Only for regexes and messages: a name may itself contain `/`, as those of `nn.WeightNorm` do. Code
+  Only for regexes and messages: a name may itself contain `/`, as in `nn.WeightNorm`. Code
   that takes a path apart uses `names_of`.
   """
   return "/".join(names_of(key_path))

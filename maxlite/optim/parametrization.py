@@ -6,7 +6,7 @@ kernel starts at 1/sqrt(fan in) and all parameters have one learning rate:
 | parameter | initial value x | update of Adam and Lion x | update of Muon x |
 |---|---|---|---|
 | embedding | sqrt(m) | 1 | 1 |
-| hidden kernels, those of experts among them | 1 | 1/m | 1/sqrt(m) |
+| hidden kernels, also of experts | 1 | 1/m | 1/sqrt(m) |
 | output kernel, router | 1/sqrt(m) | 1/m | 1/m |
 | biases, norms, sinks | 1 | 1 | 1 |
 
@@ -84,7 +84,7 @@ def _output_factor(path: str, cfg: ModelConfig, m: float) -> float:
 
 
 def scale_initial(params: PyTree, names: PyTree, cfg: ModelConfig) -> PyTree:
-  """`params`, drawn by the standard parametrization, for that of `cfg`."""
+  """`params`, drawn by the standard parametrization, for the parametrization of `cfg`."""
   if cfg.scaling.parametrization == "standard":
     return params
 

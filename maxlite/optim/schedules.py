@@ -1,8 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then a schedule from the table.
 
 A schedule is a function from the number of updates to the learning rate. An entry of the table is
-called with the config and the number of updates after the warm-up. The numbers in the config may be
-scalar arrays: those of ensemble members that differ in them are stored in the optimizer's state.
+called with the config and the number of updates after the warm-up. Hyperparameters may be
+scalar arrays: where members of an ensemble differ in them, they are in the optimizer's state.
 """
 
 import dataclasses

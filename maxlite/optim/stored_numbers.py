@@ -1,7 +1,8 @@
 """Hyperparameters as arrays in an optimizer's state, by `optax.inject_hyperparams`.
 
-A group of ensemble members has one optimizer, and the numbers in which its members differ are in
-its state. The state of a solo run lacks them; the functions here convert between the two forms.
+A group of ensemble members has one optimizer, and the hyperparameters in which its members differ
+are in its state. The state of a solo run lacks them; the functions here convert between the two
+forms.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ def set_numbers(
   opt_state: optax.OptState,
   values: Mapping[str, jax.Array | np.ndarray],
 ) -> optax.OptState:
-  """The state with these values of numbers that it stores."""
+  """The state with these values of the hyperparameters that it stores."""
 
   def with_values(node: PyTree) -> PyTree:
     if not _is_stored(node):
@@ -35,7 +36,7 @@ def set_numbers(
 
 
 def without_numbers(opt_state: optax.OptState, kept: Collection[str]) -> optax.OptState:
-  """The state of an optimizer that stores only the numbers `kept`."""
+  """The state of an optimizer that stores only the hyperparameters `kept`."""
 
   def strip(node: PyTree) -> PyTree:
     if not _is_stored(node):
@@ -57,9 +58,9 @@ def with_numbers(
   """The inverse of `without_numbers`.
 
   Args:
-    like: a state of the optimizer that stores the numbers; may be abstract.
-    values: the numbers that `opt_state` lacks.
-    kept: names of the numbers that `opt_state` stores.
+    like: a state of the optimizer that stores the hyperparameters; may be abstract.
+    values: the hyperparameters that `opt_state` lacks.
+    kept: names of the hyperparameters that `opt_state` stores.
   """
 
   def store(node: PyTree, given: PyTree) -> PyTree:

@@ -55,7 +55,7 @@ class CompiledMemory(Protocol):
 
 
 def memory_lines(estimate: MemoryEstimate, stats: CompiledMemory | None) -> list[str]:
-  """Memory of a device: the estimate and, if given, that of the compiled program."""
+  """Memory of a device: the estimate and, if given, the compiled program's."""
   estimated = _estimated_memory(estimate)
   compiled: dict[str, float] = {}
   header = f"{'GB per device':<26}{'estimate':>10}"
@@ -245,7 +245,7 @@ def _traffic_row(name: str, num_bytes: float, total: float) -> str:
 
 
 def compare_traffic(once: float, by_xla: float) -> str:
-  """HBM bytes against those of XLA's cost analysis, which counts the bodies of loops once."""
+  """HBM bytes against XLA's cost analysis, which counts the bodies of loops once."""
   counts = f"{once / GB:.3f} GB, by XLA's cost analysis {by_xla / GB:.3f} GB"
   difference = once / by_xla - 1
   return f"  with loops counted once: {counts} ({difference:+.1%})"

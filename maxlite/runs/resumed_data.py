@@ -11,7 +11,7 @@ from maxlite.config.phases import phases_of, reads_same_documents
 from maxlite.config.schema import DataConfig
 from maxlite.data.open_source import open_source
 from maxlite.data.sources.file_paths import total_bytes
-from maxlite.data.stream_facts import order_facts, require_same_facts
+from maxlite.data.stream_fingerprint import order_fingerprint, require_same_fingerprint
 from maxlite.errors import UserError
 from maxlite.runs.saved_run import token_cache
 from maxlite.storage.file_io import MAX_JSON_BYTES, read_regular
@@ -34,8 +34,8 @@ def check_resumed_data(cfg: Config, folder: RunFolder) -> None:
     if name not in states:
       continue
     try:
-      facts = order_facts(data) | _identities(cfg, data, states[name])
-      require_same_facts(states[name], facts)
+      fingerprint = order_fingerprint(data) | _identities(cfg, data, states[name])
+      require_same_fingerprint(states[name], fingerprint)
     except UserError as error:
       if len(streams) > 1:
         raise UserError(f"phase {name}: {error}") from None
@@ -83,7 +83,7 @@ def _saved_state(folder: RunFolder) -> JsonObject:
 
 
 def _identities(cfg: Config, data: DataConfig, state: JsonObject) -> JsonObject:
-  """The entry `data` of a stream's facts, computed from the files as they are now.
+  """The entry `data` of a stream's fingerprint, computed from the files as they are now.
 
   It is the identity of the stream's source. Of a mixture it is a mapping, whose entry `sources` has
   the identity of each source by name; a source that is no longer in the mixture has None.

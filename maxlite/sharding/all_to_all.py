@@ -302,7 +302,7 @@ def _wrong_rows(
   num_in: int,
   num_out: int,
 ) -> jax.Array:
-  """Number of rows that arrive at this shard by `move` unlike those of the emulation."""
+  """Number of rows that arrive at this shard by `move` and differ from the emulation's."""
   x = jax.random.normal(jax.random.fold_in(key, num_in), (num_in, _LANES))
   expected = padded_all_to_all(x, chunks, num_out, plan.mesh_axes, zeros=True)
   num_arrived = jnp.sum(chunks.recv_sizes, dtype=jnp.int32)

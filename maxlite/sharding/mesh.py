@@ -1,6 +1,6 @@
 """The device mesh.
 
-Every mesh has all six axes, including those of size 1, so one code path serves a laptop and a pod.
+Every mesh has all six axes, including axes of size 1, so one code path serves a laptop and a pod.
 """
 
 import math

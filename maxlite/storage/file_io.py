@@ -164,7 +164,7 @@ def read_json_object(path: Path, fix: str) -> JsonObject:
 def require_own_file(path: Path) -> None:
   """Raise UserError if `path` is a link out of its folder, whose content would be copied.
 
-  The hub's cache is `snapshots/REVISION/...` with links to `blobs` beside it.
+  The hub's cache is `snapshots/REVISION/...` with links to `blobs` next to it.
   """
   target = path.resolve()
   folder = path.parent.resolve()

@@ -327,7 +327,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def local_tokenizer(path: str) -> Path:
-  """Return the tokenizer file `path`, copied with the small files beside it if it is a URI."""
+  """Return the tokenizer file `path`, copied with the small files next to it if it is a URI."""
   if not (is_remote(path) or path.startswith(HUB)):
     return Path(path).expanduser()
   folder, _, name = path.rpartition("/")

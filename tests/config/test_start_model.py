@@ -1,10 +1,12 @@
 """A run that starts from another model takes its keys and its tokenizer."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from maxlite.api.arguments import change_config
 from maxlite.config import load_config
 from maxlite.config.saved import save_resolved
 from maxlite.config.schema import flatten
@@ -142,3 +144,12 @@ def test_load_checkpoint_is_a_step_or_a_name(which):
   with pytest.raises(UserError, match=r"load_checkpoint=.* is no step"):
     load_config([f"load_checkpoint={which}"])
   assert load_config(["load_checkpoint=60"]).checkpoint.load_checkpoint == "60"
+
+
+def test_a_resolved_config_keeps_its_keys(runs):
+  """A `Config` of Python that differs from the folder is refused later, not replaced."""
+  cfg = start(runs, f"load_parameters_path={HF}", "dataset_type=synthetic")
+  wider = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, base_mlp_dim=64))
+  assert change_config(wider, {}).model == wider.model
+  taken = change_config(wider, {"load_parameters_path": HF})
+  assert taken.model == cfg.model

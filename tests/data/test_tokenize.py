@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from chat_cases import save_tokenizer
+from support.slow_cases import slow
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from maxlite.config.schema import DataConfig
@@ -109,7 +110,7 @@ def open_file(folder, kind, tokenizer, cache="cache"):
   return open_tokens(cfg, READERS[kind], [file], [], TextTokenizer(tokenizer), folder / cache)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text"])
+@pytest.mark.parametrize("kind", [slow("jsonl"), "text"])
 def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
   file = write_jsonl(tmp_path / f"a.{kind}", 150)
   if kind == "text":  # a document of several pieces

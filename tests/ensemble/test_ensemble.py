@@ -19,6 +19,7 @@ from support.tiny import compilations
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
+from maxlite.registry import ENSEMBLE_STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -297,6 +298,32 @@ def test_auto_avoids_strategies_that_cannot_batch_a_callback():
   assert np.isfinite(metrics["loss"]).all()
   with pytest.raises(UserError, match=r"stacked cannot serve these members: .*vmap_method"):
     Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:1]).init(BATCH)
+
+
+def test_a_refusal_of_jax_without_a_text_has_a_reason():
+  """On several devices, JAX cannot vmap a grouped convolution of a batch that all members share."""
+
+  class Grouped(nn.Module):
+    @nn.compact
+    def __call__(self, x_BTC):
+      return nn.Conv(2, (3,), feature_group_count=2)(x_BTC)
+
+  members = [Member(Grouped(), optax.sgd(0.1), seed=seed) for seed in range(2)]
+  batch = np.ones((2, 4, 2), np.float32)
+  reason = r"JAX cannot batch .* \(NotImplementedError .*linear\.py:\d+ in __call__\)"
+  with pytest.raises(UserError, match=f"stacked cannot serve these members: {reason}; use submesh"):
+    Ensemble(members, loss, strategy="stacked", devices=jax.devices()[:2]).init(batch)
+
+
+def test_a_strategy_that_refuses_without_a_text_is_listed_as_unsupported(monkeypatch):
+  def refuse(_request):
+    raise NotImplementedError
+
+  monkeypatch.setitem(ENSEMBLE_STRATEGIES, "refusing", refuse)
+  ensemble = Ensemble([Member(Mlp(), optax.sgd(0.1))], loss, devices=jax.devices()[:1])
+  ensemble.init(BATCH)
+  caption = ensemble.plan.table().caption
+  assert re.search(r"refusing: JAX cannot batch .*:\d+ in refuse\)", caption)
 
 
 def test_an_unknown_member_is_an_error_that_names_it():

@@ -23,23 +23,29 @@ def poisoned_loss(model, batch):
   return jnp.mean((model(x_BD) - 1) ** 2) * (1 + poison)
 
 
-def make_members():
+def make_members(rate=0.1, least_b1=0.5):
   """Three members with other values of every hyperparameter."""
   members = []
   for z in range(3):
     hyperparameters = {
-      "learning_rate": 0.1 / (1 + z),
-      "b1": 0.5 + 0.1 * z,
+      "learning_rate": rate / (1 + z),
+      "b1": least_b1 + 0.1 * z,
       "b2": 0.6 + 0.1 * z,
       "weight_decay": 0.01 * (1 + z),
     }
-    members.append(Member(nn.Dense(1), optax.adamw, seed=z, hyperparameters=hyperparameters))
+    model = nn.Dense(1)
+    member = Member(model, optax.adamw, seed=z, name=f"m{z}", hyperparameters=hyperparameters)
+    members.append(member)
   return {"members": members, "loss": poisoned_loss}
 
 
-def make(strategy, own_batches=False):
+def make_slower_members():
+  return make_members(rate=0.03, least_b1=0.7)
+
+
+def make(strategy, members=make_members, own_batches=False):
   return Ensemble.from_factory(
-    f"{__name__}:make_members",
+    f"{__name__}:{members.__name__}",
     num_workers=1,
     strategy=strategy,
     devices=jax.devices()[:3],
@@ -57,6 +63,31 @@ def test_every_hyperparameter_of_every_member_survives_load_states(strategy):
   state = ensemble.init((ROWS[0], np.float32(0)))
   loaded = ensemble.load_states(ensemble.member_states(state))
   trees.assert_equal_leaves(loaded, state)
+
+
+@pytest.mark.parametrize("strategy", HERE)
+def test_a_loaded_state_goes_on_with_the_hyperparameters_of_its_ensemble(strategy):
+  """With the moments of the ensemble that saved it, and not with its hyperparameters."""
+  batch = (ROWS[0], np.float32(0))
+  saving = make(strategy)
+  state, _ = saving.step(saving.init(batch), batch)
+  saved = jax.device_get(saving.member_states(state))
+  loading = make(strategy, make_slower_members)
+  loading.init(batch)
+  loaded, _ = loading.step(loading.load_states(saved), batch)
+  for member in make_slower_members()["members"]:
+    before = saved[member.name]
+
+    def loss_of(params):
+      return poisoned_loss(lambda x_BD: nn.Dense(1).apply({"params": params}, x_BD), batch)
+
+    gradients = jax.grad(loss_of)(before.params)
+    solo = optax.adamw(**member.hyperparameters)
+    with jax.numpy_dtype_promotion("standard"):
+      updates, _ = solo.update(gradients, before.opt_state, before.params)
+    expected = optax.apply_updates(before.params, updates)
+    for found, wanted in trees.leaf_pairs(loading.member_params(loaded, member.name), expected):
+      np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_many_small_members_of_one_shape_are_stacked():
 def test_members_of_different_structure_are_fused_on_one_device():
   plan = planned([MLP(4), MLP(4, 2), MLP(8, 3)], 1)
   assert plan.strategy == "fused"
-  assert "cannot" not in of(plan, "fused").why_not
+  assert of(plan, "fused").why_not is None
   assert of(plan, "stacked").why_not == "depth is 1 in m0, and 2 in m1"
 
 

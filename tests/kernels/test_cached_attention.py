@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.slow_cases import slow
 
 from maxlite.kernels.attention import api, cached
 
@@ -24,7 +25,7 @@ def drawn(*shape):
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize(("num_groups", "sinks"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(("num_groups", "sinks"), [slow(1, False), (2, True), (4, False)])
 def test_agrees_with_the_reference(cuts, num_groups, sinks):
   q_BTHC = drawn(B, T, H, C)
   sink_H = None

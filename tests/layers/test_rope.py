@@ -227,8 +227,9 @@ def wanted_frequencies(num_pairs, cfg):
 
 
 # (theta, original context, number of pairs): YaRN's ramp ends among the pairs, among the channels
-# but after the pairs, after all channels, and begins before the first pair.
-CONTEXTS = [(1e4, 4096, 32), (1e2, 4096, 8), (8.0, 32768, 8), (5e5, 128, 16)]
+# but after the pairs (twice; of 64 channels at 33), after all channels, and begins before the first
+# pair.
+CONTEXTS = [(1e4, 4096, 32), (1e2, 4096, 8), (1e4, 65536, 32), (8.0, 32768, 8), (5e5, 128, 16)]
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import struct
 from flax.linen import meta
+from support.slow_cases import fast_only
 
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
@@ -117,7 +118,10 @@ def test_matrix_axes_of_latent_attention():
   assert found == LATENT
 
 
-@pytest.mark.parametrize("decoder_block", MODELS)
+KINDS = ("llama", "olmo2", "gemma4", "mixtral", "deepseek", "qwen3_next", "gpt_oss")
+
+
+@pytest.mark.parametrize("decoder_block", fast_only(MODELS, *KINDS))
 def test_every_hidden_kernel_is_a_matrix(decoder_block):
   for path, axes in names_of(decoder_block=decoder_block, q_lora_rank=8).items():
     unstacked = [axis for axis in axes if axis not in STACKED]
@@ -145,6 +149,16 @@ def test_only_true_biases_do_not_decay():
     "scale": False,
     "bias_table": {"kernel": True},
   }
+
+
+def test_decay_rates_and_their_biases_in_a_gated_delta_net_do_not_decay():
+  """Kernels of its short convolutions do, and so do embeddings and experts."""
+  decays = by_path(decay_mask(names_of(decoder_block="qwen3_next")))
+  kept = {path.rsplit("/", 1)[-1] for path, decay in decays.items() if not decay}
+  assert kept == {"scale", "decay_bias", "decay_rate"}
+  decayed = {path.rsplit("/", 1)[-1] for path, decay in decays.items() if decay}
+  convolutions = {"query_conv", "key_conv", "value_conv"}
+  assert decayed == {"embedding", "kernel", "wi_0", "wi_1", "wo"} | convolutions
 
 
 # No two shapes are equal, so a moment's shape identifies its parameter.

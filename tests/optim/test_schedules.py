@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.slow_cases import slow
 
 from maxlite.config.schema import DEFAULTS, OptimizerConfig, build
 from maxlite.optim import build_schedule
@@ -79,7 +80,7 @@ def test_wsd_decay_limited_by_warmup():
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(
-  ("steps", "fraction"), [(100, 0.1), (7, 0.5), (30, 0.05), (9, 0.0), (5, 1)]
+  ("steps", "fraction"), [(100, 0.1), slow(7, 0.5), slow(30, 0.05), (9, 0.0), (5, 1)]
 )
 def test_lengths_in_arrays_give_the_schedule_of_the_numbers(kind, steps, fraction):
   """As in the state of an optimizer; 30 x 0.05 and 7 x 0.5 are halfway between two integers."""

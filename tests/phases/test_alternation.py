@@ -23,7 +23,7 @@ from alternation_cases import (
   own_state,
   take,
 )
-from flax import struct
+from flax import nnx, struct
 from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -427,6 +427,28 @@ def test_the_parameters_may_be_a_model_that_can_be_called():
   np.testing.assert_allclose(first["kernel"], params["a"]["kernel"] - 0.1 * gradient, rtol=1e-6)
   assert_same(second, params["b"])
   assert type(alternation.ema_params(state)) is CallableModel
+
+
+def test_the_parameters_may_be_the_state_of_an_nnx_model():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.a = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+      self.b = nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+
+  graph, params = nnx.split(Model())
+
+  def loss(params, batch):
+    model = nnx.merge(graph, params)
+    return jnp.mean(jnp.square(model.b(nnx.relu(model.a(batch)))))
+
+  phases = [Phase("b", train=["b/.*"], loss=loss, optimizer=optax.sgd(0.1), steps=1)]
+  alternation = Alternation(phases)
+  state, metrics = alternation.step(alternation.init(params), jnp.ones((5, 3)))
+  assert metrics["loss"] > 0
+  assert_same(state.params["a"], params["a"])
+  gradient = jax.grad(loss)(params, jnp.ones((5, 3)))
+  expected = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, params["b"], gradient["b"])
+  assert_close(state.params["b"], expected)
 
 
 def test_leaves_that_are_no_arrays_are_refused():

@@ -198,7 +198,6 @@ def test_two_processes_cannot_train_in_one_folder(finished, copy, capsys):
   assert start(copy, steps=STEPS + 1)[0] == 0
 
 
-@pytest.mark.slow
 def test_diverging_run_stops(folder):
   keys = {"decoder_block": "llama", "base_num_decoder_layers": 1, "ema_decay": 0}
   keys |= {"learning_rate": 1e30, "gradient_accumulation_steps": 1}

@@ -18,6 +18,7 @@ from support.slow_cases import slow
 from support.tiny import (
   LENGTH,
   ROWS,
+  VOCAB,
   build,
   config_of,
   mesh_keys,
@@ -28,12 +29,17 @@ from support.tiny import (
 from support.tiny_run import keys_in, logged, start
 
 from maxlite.checkpoint.checksum import leaves_by_path
-from maxlite.config.schema import LoraConfig
+from maxlite.config import schema
+from maxlite.config.schema import DEFAULTS, Config, LoraConfig
+from maxlite.data.batch import Batch
 from maxlite.errors import UserError
 from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.models import Decoder
 from maxlite.runs.evaluate_run import run_evaluation
+from maxlite.sharding import MESH_AXES, Sharder, build_mesh
+from maxlite.training.loss import Hidden
 from maxlite.training.model_folders import check_model_folders
+from maxlite.training.preference_loss import dpo_sums
 from maxlite.training.program import build_objective_parts, flops_per_step, inputs_hash
 
 ADAPTERS = {
@@ -163,6 +169,57 @@ def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_m
   assert found
   for path, gradient in found.items():
     np.testing.assert_allclose(gradient, expected[path], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2)], ids=["one", "context", "both"])
+def test_sequences_across_the_shards_border_count_as_a_whole(mesh):
+  """`dpo_sums` of drawn hidden states: row 0 has one pair, whose chosen sequence has the border."""
+  context, tensor = mesh
+  sizes = {"context": context, "tensor": tensor}
+  degrees = [sizes.get(name, 1) for name in MESH_AXES]
+  sharder = Sharder(build_mesh(degrees, [1] * 6, jax.devices()[: context * tensor]))
+  draw = np.random.default_rng(0)
+  segment_BT = np.array(
+    [np.repeat([1, 2, 0], [11, 3, 2]), np.repeat([1, 2, 3, 4], [3, 4, 6, 3])], np.int32
+  )
+  shape = segment_BT.shape
+  batch = Batch(
+    tokens_BT=draw.integers(VOCAB, size=shape, dtype=np.int32),
+    targets_BT=draw.integers(VOCAB, size=shape, dtype=np.int32),
+    position_BT=np.zeros(shape, np.int32),
+    segment_BT=segment_BT,
+    weight_BT=((draw.random(shape) < 0.7) & (segment_BT > 0)).astype(np.float32),
+  )
+  x_2BTD = draw.standard_normal((2, *shape, 4)).astype(np.float32)  # of the policy, the reference
+  w_DV = draw.standard_normal((4, VOCAB)).astype(np.float32)
+  cfg = schema.build(Config, DEFAULTS | {"dpo_beta": 0.5, "dpo_label_smoothing": 0.1}).training
+
+  @jax.jit
+  def loss_of(x_2BTD):
+    reference = Hidden(x_2BTD[1], {}, w_DV, None)
+    hidden = Hidden(x_2BTD[0], {}, w_DV, None, teachers=(reference,))
+    return dpo_sums(hidden, batch, cfg, sharder).pairs
+
+  log_p_2BTV = jax.nn.log_softmax(np.asarray(x_2BTD, np.float64) @ w_DV)
+  log_p_2BT = np.take_along_axis(np.asarray(log_p_2BTV), batch.targets_BT[None, ..., None], 3)[
+    ..., 0
+  ]
+  rewards = []
+  for row, segment in ((0, 1), (1, 1), (1, 3)):
+    of_pair = []
+    for number in (segment, segment + 1):
+      weight_T = batch.weight_BT[row] * (segment_BT[row] == number)
+      policy, reference = np.sum(weight_T * log_p_2BT[:, row], axis=1)
+      of_pair.append(0.5 * (policy - reference))
+    rewards.append(of_pair)
+  chosen, rejected = np.transpose(rewards)
+  margin = chosen - rejected
+  loss = 0.9 * np.logaddexp(0, -margin) + 0.1 * np.logaddexp(0, margin)
+  pairs = loss_of(x_2BTD)
+  assert pairs.pairs == 3
+  np.testing.assert_allclose(pairs.loss, loss.sum(), rtol=1e-5)
+  np.testing.assert_allclose(pairs.rewards_chosen, chosen.sum(), rtol=1e-4)
+  np.testing.assert_allclose(pairs.rewards_rejected, rejected.sum(), rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

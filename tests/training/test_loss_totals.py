@@ -172,6 +172,8 @@ def test_the_loss_is_that_of_an_independent_computation(name, scope, num_mtp):
   sums = sums_of(make_batch(), num_mtp)
   total, parts = loss_of(name, num_mtp, scope).combine(sums)
   np.testing.assert_allclose(total, wanted_loss(name, sums, scope), rtol=1e-5)
+  if "z_loss" in parts:
+    np.testing.assert_allclose(parts["z_loss"], sums.logits_z / sums.weight, rtol=1e-6)
   assert total == parts["total_loss"]
 
 

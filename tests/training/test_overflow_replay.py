@@ -5,6 +5,7 @@ import dataclasses
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny import build, config_of, mesh_keys, place
@@ -13,6 +14,8 @@ from support.tiny_run import Output, expert_loads, last_manifest, logged, parame
 from maxlite.config import Config
 from maxlite.data.batch import Batch
 from maxlite.layers.moe import receive_buffer
+from maxlite.step.gradients import GradientResult, StepInputs
+from maxlite.training.features.overflow_replay import DISCARDED
 from maxlite.training.program import Program
 from maxlite.training.trainer import open_trainer
 
@@ -121,6 +124,25 @@ def test_losses_and_parameters_are_those_of_the_worst_case(dtype, mesh, factor, 
 
 def test_one_shard_of_experts_replays_nothing():
   assert build_typed("float32", **mesh_keys("fsdp=8"), ragged_buffer_factor=FACTOR).features == ()
+
+
+@pytest.mark.parametrize(
+  ("dropped", "follows_discarded", "is_applied"),
+  [([0.0, 0.0], False, True), ([0.0, 2.0], False, False), ([0.0, 0.0], True, False)],
+)
+def test_a_step_is_discarded_if_it_overflows_or_follows_one(dropped, follows_discarded, is_applied):
+  program = build_typed("float32", **mesh_keys("expert=8"), ragged_buffer_factor=FACTOR)
+  (feature,) = program.features
+
+  def gradients_of(trained, frozen, collections, inputs, key):
+    metrics = {"expert_dropped": jnp.array(dropped)}
+    return GradientResult(trained, jnp.float32(1), metrics, collections)
+
+  inputs = StepInputs({}, {DISCARDED: jnp.array(follows_discarded)})
+  result = feature.wrap_gradients(gradients_of)({}, {}, {}, inputs, jax.random.key(0))
+  assert bool(result.apply) == is_applied
+  assert bool(result.metrics[DISCARDED]) == (not is_applied)
+  assert float(result.loss) == 1
 
 
 RUN = KEYS | {

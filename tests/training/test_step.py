@@ -120,6 +120,25 @@ def test_gradients_of_bfloat16_weights_are_accumulated_in_float32():
   assert float(gradient) == 512
 
 
+class Noise(LossFunction):
+  """Random numbers times the parameter, and the numbers' squares."""
+
+  def forward(self, params, collections, batch, key, extra):
+    noise = jax.random.normal(key)
+    return (noise * params, noise**2), collections
+
+  def combine(self, sums):
+    total, squares = sums
+    return total, {"squares": squares}
+
+
+def test_micro_batches_draw_different_random_numbers():
+  compute = build_gradients(Noise(), 4)
+  result = compute(jnp.ones(()), None, {}, jnp.ones(4), jax.random.key(0))
+  sum_of_equal_draws = np.sqrt(4 * result.metrics["squares"])
+  assert abs(result.gradients) < 0.99 * sum_of_equal_draws
+
+
 def test_gradient_equals_finite_differences(program, before):
   """In float64, against central differences along random directions through all parameters."""
   cfg = program.spec

@@ -45,7 +45,7 @@ class DataSource:
 
   `num_bytes_V` is the number of bytes of text of each id (0 in synthetic data). `summary` and
   `files` (that were read) are for the log. `documents` are the held-out documents one by one, None
-  if there are none. `parts` are the sources of a mixture, whose rows are those of its parts.
+  if there are none. `parts` are the sources of a mixture, whose rows are its parts' rows.
   """
 
   train: RowSource
@@ -104,7 +104,7 @@ def _text_source(
 
   Args:
     read: reads the documents of a file.
-    suffix: of the files that are read if a folder is named; empty: those of text.
+    suffix: of the files that are read if a folder is named; empty: text files.
     cfg: the config of the source.
     vocab_size: ids of the model.
     cache_directory: where the tokenized data are.
@@ -248,10 +248,10 @@ def _source(
   Args:
     data: both splits.
     train: the rows of the training split.
-    held_out: those of the other split, in the order of the files, so that runs are compared on the
-      same rows.
+    held_out: the documents of the other split, in the order of the files, so that runs are
+      compared on the same rows.
     documents: the held-out documents one by one.
-    tokenizer: that of `data`.
+    tokenizer: the tokenizer of `data`.
     summary: a description for the log.
   """
   has_eval = len(data.eval.lengths) > 0

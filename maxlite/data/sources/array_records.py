@@ -52,7 +52,7 @@ def array_record_documents(
 
 
 def _records(file: DataFile, start: float, stop: float) -> Iterator[Record]:
-  """Yield the records in the fraction [start, stop) of those of `file`."""
+  """Yield the records in the fraction [start, stop) of `file`."""
   try:
     from array_record.python.array_record_module import ArrayRecordReader
   except ImportError:

@@ -42,8 +42,9 @@ class RenderedText(NamedTuple):
 class ChatTemplate:
   """A chat template with the features that `transformers` offers to templates.
 
-  The text is that of `transformers`: messages have no null fields, and their reasoning has all of
-  its names. Special tokens spelled inside a message are escaped, so they are encoded as plain text.
+  The text is the same as in `transformers`: messages have no null fields, and their reasoning has
+  all of its names. Special tokens spelled inside a message are escaped, so they are encoded as
+  plain text.
 
   Args:
     source: the template's text.

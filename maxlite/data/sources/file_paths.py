@@ -23,7 +23,7 @@ from maxlite.storage.object_store import (
 )
 
 STDLIB = "stdlib"
-_MAY_BE_COMPRESSED = ("", ".jsonl")  # of the formats, those of text
+_MAY_BE_COMPRESSED = ("", ".jsonl")  # of the formats that are text
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _COMPRESSED = re.compile(r"\.(gz|tgz|bz2|xz|zst|zip|7z)", re.IGNORECASE)
 # In a folder, a file with any other suffix is text.
@@ -35,7 +35,7 @@ _NOT_TEXT = re.compile(
 )
 _TOKENIZED = re.compile(r"\.(bin|idx|np[yz])", re.IGNORECASE)
 _STATE = "state.json"  # of a folder of `datasets`' save_to_disk: the files of the dataset
-_CACHE = "cache-*.arrow"  # what `datasets` leaves beside them: results of map and filter
+_CACHE = "cache-*.arrow"  # what `datasets` leaves next to them: results of map and filter
 # Folders of tables whose files are not all data: a log says which ones are.
 _LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 
@@ -63,7 +63,7 @@ def expand_paths(
 
   Args:
     entries: files, folders, globs or URIs.
-    suffix: that of the files to read; empty: those of text.
+    suffix: of the files to read; empty: text files.
     key: the config key of the entries, for messages.
     also: further suffixes of files to read.
 

@@ -187,7 +187,7 @@ def _split_conversations(
 ) -> PreferencePair:
   """Return the pair of two whole conversations: their prompt is what they have in common.
 
-  A `prompt` beside them must be a part of that.
+  A `prompt` next to them must be a part of that.
   """
   most = min(len(chosen), len(rejected)) - 1  # a message at least is an answer
   num_prompt = 0
@@ -205,7 +205,7 @@ def _split_conversations(
 
 
 def _contains(messages: Sequence[Message], part: Sequence[Message]) -> bool:
-  """Return whether the contents of all messages of `part` are among those of `messages`."""
+  """Return whether the contents of all messages of `part` are among the contents of `messages`."""
   contents = [message.get("content") for message in messages]
   return all(message.get("content") in contents for message in part)
 

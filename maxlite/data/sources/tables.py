@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, such as those of Hugging Face `datasets`: each row is a document."""
+"""Parquet and Arrow files, such as Hugging Face `datasets` writes: each row is a document."""
 
 import dataclasses
 import functools
@@ -89,7 +89,7 @@ def _rows(
   stop: float,
   values: Callable[[ArrowObject], Iterator[T]],
 ) -> Iterator[tuple[str, T]]:
-  """Yield (place, value) of the rows, of which `values` gives those of a batch.
+  """Yield (place, value) of the rows, where `values` gives the values of a batch.
 
   Args:
     column: that is read, which must hold strings; None: all columns.

@@ -94,7 +94,7 @@ def _ask(worker: subprocess.Popen[str], line: str, number: int) -> dict[str, str
 
 
 def _start() -> subprocess.Popen[str]:
-  # -P: the files beside this one must not hide modules of the standard library.
+  # -P: the files next to this one must not hide modules of the standard library.
   command = [sys.executable, "-P", __file__, str(CPU_SECONDS)]
   return subprocess.Popen(
     command,

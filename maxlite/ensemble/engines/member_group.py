@@ -30,6 +30,7 @@ from maxlite.ensemble.engines.group_trees import (
 )
 from maxlite.ensemble.members.program import MemberFunctions, MemberProgram, Seed, variables_of
 from maxlite.errors import UserError
+from maxlite.kernels.vmapped_convolution import keep_members_apart
 from maxlite.optim.labels import Labels, merge, path_of, split
 from maxlite.optim.stored_numbers import set_numbers, with_numbers, without_numbers
 from maxlite.phases.phase_opt_states import PhaseOptStates
@@ -101,6 +102,7 @@ class MemberGroup(Group):
     Args:
       own_batches: whether a step takes a batch per member, stacked.
     """
+    keep_members_apart()
     first = programs[0]
     # One optimizer under vmap; otherwise one per member, on its part of the stacked arrays.
     has_one_optimizer = len({program.update_key for program in programs}) == 1

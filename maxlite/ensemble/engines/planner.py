@@ -8,6 +8,7 @@ enough to rank strategies.
 import dataclasses
 import math
 import os
+import traceback
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -70,7 +71,7 @@ class StrategyEstimate:
   """The estimated cost of one strategy."""
 
   strategy: str
-  why_not: str = ""  # why the strategy does not support these members; empty if it does
+  why_not: str | None = None  # why the strategy does not support these members; None: it does
   state_bytes: float = 0.0  # parameters and optimizer state on the fullest device
   useful_share: float = 1.0  # FLOPs of solo runs / FLOPs of the strategy
   num_programs: int = 0  # calls of compiled programs per step
@@ -98,8 +99,11 @@ class Plan:
 
   def table(self) -> PlanTable:
     """A row per supported strategy, the chosen one marked; the caption explains the others."""
-    supported = [each for each in self.estimates if not each.why_not]
-    unsupported = [f"{each.strategy}: {each.why_not}" for each in self.estimates if each.why_not]
+    supported = [each for each in self.estimates if each.why_not is None]
+    unsupported = []
+    for each in self.estimates:
+      if each.why_not is not None:
+        unsupported.append(f"{each.strategy}: {each.why_not}")
     table = PlanTable(
       title=f"strategy {self.strategy}: {self.reason}",
       caption="\n".join(unsupported) or None,
@@ -156,16 +160,16 @@ def choose(
     except HyperparameterError:  # the user is to choose between two forms of other speeds
       raise
     except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
-      estimates[name] = StrategyEstimate(name, why_not=_on_one_line(error))
+      estimates[name] = StrategyEstimate(name, why_not=_reason_of(error))
   while True:
     fitting = _fitting(list(estimates.values()), memory_gb)
     best = _fastest(fitting, request)
     try:
       engines[best.strategy].trace()
     except NotImplementedError as error:
-      estimates[best.strategy] = StrategyEstimate(best.strategy, why_not=_on_one_line(error))
+      estimates[best.strategy] = StrategyEstimate(best.strategy, why_not=_reason_of(error))
       continue
-    plan = Plan(list(estimates.values()), best.strategy, _reason(best, fitting))
+    plan = Plan(list(estimates.values()), best.strategy, _reason_of_choice(best, fitting))
     return plan, engines[best.strategy]
 
 
@@ -181,19 +185,28 @@ def _take_strategy(
     engine = ENSEMBLE_STRATEGIES[strategy](request)
     own_estimate = estimate(strategy, engine, request)
   except NotAlikeError as error:
-    raise UserError(f"{refused}: {_on_one_line(error)}; {remedy}") from None
+    raise UserError(f"{refused}: {_reason_of(error)}; {remedy}") from None
   except (UserError, NotImplementedError) as error:  # JAX cannot vmap some callbacks
-    raise UserError(f"{refused}: {_on_one_line(error)}") from None
+    raise UserError(f"{refused}: {_reason_of(error)}") from None
   _fitting([own_estimate], memory_gb)
   try:
     engine.trace()
   except NotImplementedError as error:
-    raise UserError(f"{refused}: {_on_one_line(error)}; use submesh") from None
+    raise UserError(f"{refused}: {_reason_of(error)}; use submesh") from None
   return Plan([own_estimate], strategy, "as configured"), engine
 
 
-def _on_one_line(error: Exception) -> str:
-  return " ".join(str(error).split())
+def _reason_of(error: Exception) -> str:
+  """The message on one line; for an error without one, which JAX raises, where it comes from."""
+  message = " ".join(str(error).split())
+  if message:
+    return message
+  source = error.__cause__ or error  # JAX's cause ends in the line that called the operation
+  line = traceback.extract_tb(source.__traceback__)[-1]
+  return (
+    f"JAX cannot batch an operation of their modules on these devices ({type(error).__name__} "
+    f"without a text, from {line.filename}:{line.lineno} in {line.name})"
+  )
 
 
 def _fitting(estimates: Sequence[StrategyEstimate], memory_gb: float) -> list[StrategyEstimate]:
@@ -202,7 +215,7 @@ def _fitting(estimates: Sequence[StrategyEstimate], memory_gb: float) -> list[St
   Raises:
     UserError: there is none.
   """
-  supported = [each for each in estimates if not each.why_not]
+  supported = [each for each in estimates if each.why_not is None]
   if not supported:
     reasons = "; ".join(f"{each.strategy}: {each.why_not}" for each in estimates)
     raise UserError(f"no strategy supports these members: {reasons}")
@@ -266,7 +279,7 @@ def estimate(name: str, engine: EnsembleEngine, request: EngineRequest) -> Strat
   )
 
 
-def _reason(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
+def _reason_of_choice(best: StrategyEstimate, fitting: Sequence[StrategyEstimate]) -> str:
   """Why `best` was chosen among the strategies that fit."""
   others = [each for each in fitting if each is not best]
   if not others:

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 
 from maxlite.errors import UserError
+from maxlite.kernels.vmapped_convolution import keep_members_apart
 from maxlite.sharding.pytree import PyTree
 
 
@@ -23,6 +24,7 @@ def lift(module: nn.Module, num_members: int) -> nn.Module:
     raise UserError(f"lift takes an instance of nn.Module, and not {name}: call it, {name}(...)")
   if not isinstance(num_members, int) or num_members < 1:
     raise UserError(f"lift takes a number of members of at least 1, and not {num_members!r}")
+  keep_members_apart()
   return _LiftedModule(module, num_members)
 
 

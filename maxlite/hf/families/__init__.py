@@ -1,4 +1,4 @@
-"""Hugging Face model families: those of similar models share a file, which is listed in FAMILIES.
+"""Hugging Face model families: similar ones share a file, which is listed in FAMILIES.
 
 To add a family, write `hf/families/NAME.py` with a tuple FAMILIES and add the file below. A family
 is an `HfFamily`; `hf/family.py` has rules that families share, `mixtral.py` is a short

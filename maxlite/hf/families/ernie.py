@@ -7,7 +7,7 @@ from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
 from maxlite.storage.json_values import Json, JsonObject
 
-# Rotated channels are pairs (2c, 2c + 1); those of our layers are halves of a head.
+# Rotated channels are pairs (2c, 2c + 1); in our layers they are halves of a head.
 ATTENTION = (
   TensorRule("attention/query/kernel", "self_attn.q_proj.weight", "d h c -> (h c*) d"),
   TensorRule("attention/key/kernel", "self_attn.k_proj.weight", "d h c -> (h c*) d"),

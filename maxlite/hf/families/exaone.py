@@ -26,7 +26,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return the decoder block: without a window all layers are global, with rotary embeddings."""
   has_local = hf["sliding_window"] is not None
   if hf.get("layer_types") is not None:
-    hf.get("sliding_window_pattern")  # without effect beside the list
+    hf.get("sliding_window_pattern")  # without effect if there is the list
     hf.require(layer_types=_layer_types(keys["base_num_decoder_layers"], has_local))
   elif has_local:
     hf.require(sliding_window_pattern=INTERVAL)

@@ -22,7 +22,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if hf.get("no_rope_layers") is None:
     hf.require(no_rope_layer_interval=INTERVAL)
   else:
-    hf.get("no_rope_layer_interval")  # without effect beside the list
+    hf.get("no_rope_layer_interval")  # without effect if there is the list
     hf.require(no_rope_layers=_has_rope(num_layers))
   if hf.get("layer_types") is not None:
     hf.require(layer_types=["full_attention"] * num_layers)

@@ -12,7 +12,7 @@ API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 
 
 def read_api_key(cfg: ServeConfig) -> str:
-  """Return the key that clients must send: that of the config or else of the environment, or "".
+  """Return the key that clients must send: the config's, else the environment's, or "".
 
   Raises:
     UserError: no HTTP header can hold the key of the environment.

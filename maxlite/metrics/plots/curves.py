@@ -140,7 +140,7 @@ def _draw_load(axes: Axes, steps: np.ndarray, load_SE: np.ndarray) -> QuadMesh:
 
 
 def _draw_loss(axes: Axes, rows: Sequence[LoggedRow]) -> None:
-  """Draw the training and held-out losses, and those of each source of held-out data."""
+  """Draw the training and held-out losses, and the loss of each source of held-out data."""
   steps, loss = curve_of(rows, "loss").T
   axes.plot(steps, loss, color=BLUE, linewidth=1.2, label="training")
   eval_steps, eval_loss = curve_of(rows, "eval_loss").T
@@ -267,7 +267,7 @@ def _draw_phase_losses(
   spans: Sequence[Span],
   colors: Mapping[str, Color],
 ) -> None:
-  """Draw a line of each phase: its losses are not comparable with those of another."""
+  """Draw a line of each phase: losses of different phases are not comparable."""
   for phase, color in colors.items():
     rows_of_phase = _rows_of_phase(rows, spans, phase)
     for metric, marker in PHASE_LOSSES.items():

@@ -205,7 +205,7 @@ def _draw_line(
 
 
 def _draw_axis(axes: Axes, x: int, title: str, scale: Scale, is_loss: bool) -> None:
-  """Draw the axis at `x` with its ticks; those of losses have the colours of the lines."""
+  """Draw the axis at `x` with its ticks; ticks of losses have the colours of the lines."""
   axes.plot([x, x], [0, 1], color=GRAY, linewidth=1, zorder=4)
   lowest = min((height for height, _ in scale.ticks), default=0.0)
   if lowest < 0:  # members that do not use the key

@@ -68,10 +68,54 @@ class Means(nn.Module):
     return nn.Dense(1)(nn.LayerNorm()(x_BD))
 
 
+class Normalized(nn.Module):
+  """A module in which the gradient of a bias is zero but for rounding."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    x_BD = nn.Dense(self.width)(x_BTD[:, 0])
+    x_BD = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x_BD)
+    return nn.Dense(1)(nn.tanh(x_BD))
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_accepted():
+  """Also by Adam, which makes updates of the size of the learning rate of it."""
+  _, ensemble = padded([Normalized(3), Normalized(5)], optax.adam(1e-2))
+  _, metrics = ensemble.step(ensemble.init(batch(0)), batch(0))
+  assert not metrics["diverged"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, optax.adam(1e-2)], ids=["sgd", "adam"])
+def test_members_with_such_a_gradient_have_the_losses_of_members_trained_alone(optimizer):
+  members, ensemble = padded([Normalized(3), Normalized(5)], optimizer)
+  state = ensemble.init(batch(0))
+  for n in range(STEPS):
+    state, metrics = ensemble.step(state, batch(n))
+  want = [train_alone(member).losses_S[-1] for member in members]
+  np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+class Constant(nn.Module):
+  """A module of which padding changes a gradient that is small, and not only by rounding."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x_BTD, train=True):
+    del train
+    offset = self.param("offset", nn.initializers.zeros, (1, 1))
+    y_BD = MLP((self.width,))(x_BTD)
+    return y_BD + 1e-3 / self.width * (offset - jax.lax.stop_gradient(offset))
+
+
 @pytest.mark.parametrize(
   ("models", "optimizer", "message"),
   [
     ([Means(3), Means(5)], OPTIMIZER, "padding changes the loss of m0 by .*: use fused"),
+    ([Constant(3), Constant(5)], OPTIMIZER, "padding changes the gradient of m0 by .*: use fused"),
     slow([MLP((3,)), MLP((5,))], BY_MEAN, "padding changes the update of m0 by .*: use fused"),
     ([MLP((3, 5)), MLP((5, 3))], OPTIMIZER, "no member is the largest along every axis"),
     ([MLP((3,)), MLP((3, 3))], OPTIMIZER, "the same parameters and optimizer function"),

@@ -28,7 +28,7 @@ _MAX_SHOWN = 120  # characters of a value in a message
 _CONTEXT = 40  # of these characters, those before the first that differs
 
 
-def common_facts(
+def config_fingerprint(
   values: Mapping[str, object],
   settings: Mapping[str, object],
 ) -> dict[str, str]:
@@ -38,37 +38,37 @@ def common_facts(
     values: the resolved config, flat.
     settings: those of JAX, by name.
   """
-  facts = {"maxlite": f"{__version__} (source {_source_digest()})"}
+  fingerprint = {"maxlite": f"{__version__} (source {_source_digest()})"}
   for package in _PACKAGES:
-    facts[package] = importlib.metadata.version(package)
+    fingerprint[package] = importlib.metadata.version(package)
   for name, setting in settings.items():
-    facts[name] = show(setting)
+    fingerprint[name] = show(setting)
   for name in _XLA_VARIABLES:
     flags = _HOST_FLAGS.sub("", os.environ.get(name, ""))
-    facts[name] = " ".join(flags.split())
+    fingerprint[name] = " ".join(flags.split())
   for name, value in values.items():
     is_of_run = KEYS[name].section not in _OTHER_SECTIONS
     if is_of_run and name not in PER_HOST_KEYS:
-      facts[name] = show(value)
-  return facts
+      fingerprint[name] = show(value)
+  return fingerprint
 
 
-def digest(facts: Mapping[str, str]) -> str:
-  """Return the hexadecimal SHA-256 of facts."""
-  text = json.dumps(facts, sort_keys=True)
+def digest(fingerprint: Mapping[str, str]) -> str:
+  """Return the hexadecimal SHA-256 of a fingerprint."""
+  text = json.dumps(fingerprint, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def parse_facts(text: bytes) -> dict[str, str]:
-  """Return the facts that another process has sent as JSON; empty if it is something else."""
+def parse_fingerprint(text: bytes) -> dict[str, str]:
+  """Return the fingerprint that another process has sent as JSON; empty if it is something else."""
   try:
-    facts = json.loads(text)
+    fingerprint = json.loads(text)
   except (ValueError, RecursionError):
     return {}
-  if not isinstance(facts, dict):
+  if not isinstance(fingerprint, dict):
     return {}
   parsed = {}
-  for name, value in facts.items():
+  for name, value in fingerprint.items():
     if not isinstance(value, str):
       return {}
     parsed[show(name)] = value if value.isprintable() else repr(value)
@@ -80,10 +80,10 @@ def describe_difference(
   others: Mapping[str, str],
   process_id: int,
 ) -> str:
-  """Return the error for facts of process 0 that differ from those of another process.
+  """Return the error for a fingerprint of process 0 that differs from that of another process.
 
   Args:
-    own: the facts of process 0.
+    own: the fingerprint of process 0.
     others: those of the other process.
     process_id: that of the other process.
   """

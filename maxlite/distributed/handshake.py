@@ -25,8 +25,8 @@ import time
 
 LINE_BYTES = 4096
 REFUSED = b"refused\n"  # answers a hello without the proof
-_VISIT_SECONDS = 10.0  # for the hello to arrive
-_MIN_VISITORS = 64  # open at a time, or as many as the run has processes
+_HANDSHAKE_SECONDS = 10.0  # for the hello to arrive
+_MIN_HANDSHAKES = 64  # open at a time, or as many as the run has processes
 _RETRY_SECONDS = 0.1
 _CHALLENGE = re.compile(r"([0-9a-f]{32})\n")
 _HELLO = re.compile(r"(\d{1,9}) (\d{1,9}) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
@@ -56,7 +56,7 @@ def _hmac(message: str, token: str) -> str:
 class Hello:
   """What a process sends to process 0.
 
-  `digest` is the hexadecimal SHA-256 of what all processes must have in common (agreement.py).
+  `digest` is the hexadecimal SHA-256 of what all processes must have in common (config_check.py).
   """
 
   num_processes: int
@@ -95,7 +95,7 @@ class Hello:
 
 
 @dataclasses.dataclass(eq=False)
-class _Visitor:
+class _Handshake:
   """A connection whose hello has not arrived in full."""
 
   connection: socket.socket
@@ -105,7 +105,7 @@ class _Visitor:
   has_proof: bool = False  # that process 0 has the token
 
 
-class Visitors:
+class Handshakes:
   """The unproven connections of `listener`, while the context is open."""
 
   def __init__(
@@ -123,19 +123,19 @@ class Visitors:
     """
     self._listener = listener
     self._token = token
-    self._max_visitors = max(_MIN_VISITORS, num_processes)
+    self._max_handshakes = max(_MIN_HANDSHAKES, num_processes)
     self._selector = selectors.DefaultSelector()
-    self._visitors: dict[_Visitor, None] = {}  # oldest first
+    self._handshakes: dict[_Handshake, None] = {}  # oldest first
     self._arrived: collections.deque[tuple[Hello, socket.socket]] = collections.deque()
     listener.setblocking(False)  # a connection may have gone before it is accepted
     self._selector.register(listener, selectors.EVENT_READ, None)
 
-  def __enter__(self) -> "Visitors":
+  def __enter__(self) -> "Handshakes":
     return self
 
   def __exit__(self, *_: object) -> None:
-    for visitor in list(self._visitors):
-      self._dismiss(visitor)
+    for handshake in list(self._handshakes):
+      self._end(handshake)
     for _hello, connection in self._arrived:
       connection.close()
     self._selector.close()
@@ -146,14 +146,14 @@ class Visitors:
       now = time.monotonic()
       if now >= deadline:
         return None
-      self._dismiss_expired(now)
+      self._end_expired(now)
       wake = deadline
-      for visitor in self._visitors:
-        wake = min(wake, visitor.deadline)
+      for handshake in self._handshakes:
+        wake = min(wake, handshake.deadline)
       for key, _ in self._selector.select(wake - now):
         if key.data is None:
           self._accept()
-        elif key.data in self._visitors:  # it was not dismissed for a newer one
+        elif key.data in self._handshakes:  # it was not ended for a newer one
           self._receive(key.data)
     return self._arrived.popleft()
 
@@ -163,63 +163,63 @@ class Visitors:
       connection, _ = self._listener.accept()
     except OSError as error:
       if error.errno in _EXHAUSTED:
-        if self._visitors:
-          self._dismiss(next(iter(self._visitors)))
+        if self._handshakes:
+          self._end(next(iter(self._handshakes)))
         else:
           time.sleep(_RETRY_SECONDS)  # the listener stays readable
       return
-    if len(self._visitors) >= self._max_visitors:
-      self._dismiss(next(iter(self._visitors)))
-    connection.settimeout(_VISIT_SECONDS)
-    visitor = _Visitor(
+    if len(self._handshakes) >= self._max_handshakes:
+      self._end(next(iter(self._handshakes)))
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    handshake = _Handshake(
       connection=connection,
       challenge=new_challenge(),
-      deadline=time.monotonic() + _VISIT_SECONDS,
+      deadline=time.monotonic() + _HANDSHAKE_SECONDS,
     )
-    self._visitors[visitor] = None
-    self._selector.register(connection, selectors.EVENT_READ, visitor)
+    self._handshakes[handshake] = None
+    self._selector.register(connection, selectors.EVENT_READ, handshake)
     with contextlib.suppress(OSError):
-      connection.sendall(f"{visitor.challenge}\n".encode())
+      connection.sendall(f"{handshake.challenge}\n".encode())
 
-  def _receive(self, visitor: _Visitor) -> None:
-    """Read what a visitor has sent; once it is a line, answer, accept or dismiss the visitor."""
+  def _receive(self, handshake: _Handshake) -> None:
+    """Read what a peer has sent; once it is a line, answer, accept or end the handshake."""
     received = b""
     with contextlib.suppress(OSError):
-      received = visitor.connection.recv(LINE_BYTES)
-    visitor.received += received
-    is_open = received and len(visitor.received) < LINE_BYTES
-    if is_open and not visitor.received.endswith(b"\n"):
+      received = handshake.connection.recv(LINE_BYTES)
+    handshake.received += received
+    is_open = received and len(handshake.received) < LINE_BYTES
+    if is_open and not handshake.received.endswith(b"\n"):
       return
-    other_challenge = parse_challenge(visitor.received)
-    if other_challenge and not visitor.has_proof:
-      visitor.has_proof = True
-      visitor.received = b""
+    other_challenge = parse_challenge(handshake.received)
+    if other_challenge and not handshake.has_proof:
+      handshake.has_proof = True
+      handshake.received = b""
       with contextlib.suppress(OSError):
-        proof = proof_of_process_0(visitor.challenge, other_challenge, self._token)
-        visitor.connection.sendall(proof)
+        proof = proof_of_process_0(handshake.challenge, other_challenge, self._token)
+        handshake.connection.sendall(proof)
       return
-    line = visitor.received.decode("ascii", "replace")
-    hello = Hello.verify(line, visitor.challenge, self._token)
+    line = handshake.received.decode("ascii", "replace")
+    hello = Hello.verify(line, handshake.challenge, self._token)
     if hello is None:
       if _HELLO.fullmatch(line):  # of a process with another token, which need not wait
         with contextlib.suppress(OSError):
-          visitor.connection.sendall(REFUSED)
-      self._dismiss(visitor)
+          handshake.connection.sendall(REFUSED)
+      self._end(handshake)
       return
-    self._forget(visitor)
-    visitor.connection.settimeout(None)
-    self._arrived.append((hello, visitor.connection))
+    self._forget(handshake)
+    handshake.connection.settimeout(None)
+    self._arrived.append((hello, handshake.connection))
 
-  def _dismiss_expired(self, now: float) -> None:
-    for visitor in list(self._visitors):
-      if visitor.deadline <= now:
-        self._dismiss(visitor)
+  def _end_expired(self, now: float) -> None:
+    for handshake in list(self._handshakes):
+      if handshake.deadline <= now:
+        self._end(handshake)
 
-  def _dismiss(self, visitor: _Visitor) -> None:
-    """Close the connection of a visitor."""
-    self._forget(visitor)
-    visitor.connection.close()
+  def _end(self, handshake: _Handshake) -> None:
+    """Close the connection of a handshake."""
+    self._forget(handshake)
+    handshake.connection.close()
 
-  def _forget(self, visitor: _Visitor) -> None:
-    del self._visitors[visitor]
-    self._selector.unregister(visitor.connection)
+  def _forget(self, handshake: _Handshake) -> None:
+    del self._handshakes[handshake]
+    self._selector.unregister(handshake.connection)

@@ -7,7 +7,7 @@ from maxlite.errors import UserError
 from maxlite.storage.json_values import Json, JsonObject
 
 
-def order_facts(cfg: DataConfig) -> JsonObject:
+def order_fingerprint(cfg: DataConfig) -> JsonObject:
   """Return the keys of `cfg` that length and order of the rows depend on, as JSON values."""
   seed = None
   if cfg.enable_data_shuffling:
@@ -20,9 +20,9 @@ def order_facts(cfg: DataConfig) -> JsonObject:
   }
 
 
-def require_same_facts(state: Mapping[str, Json], facts: Mapping[str, Json]) -> None:
-  """Raise UserError if one of `facts` differs from the state of a stream in a checkpoint."""
-  for name, now in facts.items():
+def require_same_fingerprint(state: Mapping[str, Json], fingerprint: Mapping[str, Json]) -> None:
+  """Raise UserError if a value of `fingerprint` differs from a stream's state in a checkpoint."""
+  for name, now in fingerprint.items():
     then = state.get(name)
     if then != now:
       raise UserError(_difference(name, then, now, state["num_batches"]))

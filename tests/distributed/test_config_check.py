@@ -12,10 +12,15 @@ import pytest
 
 from maxlite.config import load_config
 from maxlite.config.schema import DEFAULTS
-from maxlite.distributed import visitors
-from maxlite.distributed.agreement import common_facts, describe_difference, digest, parse_facts
+from maxlite.distributed import handshake
+from maxlite.distributed.config_check import (
+  config_fingerprint,
+  describe_difference,
+  digest,
+  parse_fingerprint,
+)
+from maxlite.distributed.handshake import Handshakes
 from maxlite.distributed.rendezvous import ProcessSpec, rendezvous
-from maxlite.distributed.visitors import Visitors
 from maxlite.errors import UserError
 from maxlite.runs.open_run import join_hosts
 
@@ -56,22 +61,22 @@ def test_a_process_with_another_config_ends_all_in_one_line(key, value, value_0,
   assert capsys.readouterr().err == 2 * line
 
 
-def facts_of(**keys):
-  return common_facts(DEFAULTS | keys, {"jax_enable_x64": False})
+def fingerprint_of(**keys):
+  return config_fingerprint(DEFAULTS | keys, {"jax_enable_x64": False})
 
 
-def test_facts_are_all_keys_but_those_of_one_host(monkeypatch):
-  facts = facts_of()
-  assert len(facts) > 150
-  assert digest(facts_of(**MAY_DIFFER)) == digest(facts)
-  assert "secret" not in str(facts_of(**MAY_DIFFER))
-  assert digest(common_facts(DEFAULTS, {"jax_enable_x64": True})) != digest(facts)
+def test_the_fingerprint_is_of_all_keys_but_those_of_one_host(monkeypatch):
+  fingerprint = fingerprint_of()
+  assert len(fingerprint) > 150
+  assert digest(fingerprint_of(**MAY_DIFFER)) == digest(fingerprint)
+  assert "secret" not in str(fingerprint_of(**MAY_DIFFER))
+  assert digest(config_fingerprint(DEFAULTS, {"jax_enable_x64": True})) != digest(fingerprint)
   for name, value in (("steps", 7), ("mlp_activations", ("gelu",)), ("run_name", "other")):
-    assert digest(facts_of(**{name: value})) != digest(facts)
-  monkeypatch.setenv("XLA_FLAGS", facts["XLA_FLAGS"] + " --xla_dump_to=/host")
-  assert facts_of() == facts
-  monkeypatch.setenv("XLA_FLAGS", facts["XLA_FLAGS"] + " --xla_allow_excess_precision=false")
-  assert digest(facts_of()) != digest(facts)
+    assert digest(fingerprint_of(**{name: value})) != digest(fingerprint)
+  monkeypatch.setenv("XLA_FLAGS", fingerprint["XLA_FLAGS"] + " --xla_dump_to=/host")
+  assert fingerprint_of() == fingerprint
+  monkeypatch.setenv("XLA_FLAGS", fingerprint["XLA_FLAGS"] + " --xla_allow_excess_precision=false")
+  assert digest(fingerprint_of()) != digest(fingerprint)
 
 
 def test_versions_and_the_part_of_a_long_value_that_differs_are_named():
@@ -87,12 +92,12 @@ def test_versions_and_the_part_of_a_long_value_that_differs_are_named():
 
 
 @pytest.mark.parametrize("text", [b"", b"[" * 99_999, b"[1]", b'{"a": 1}', b'{"a": "\xff"}'])
-def test_facts_that_are_none_are_ignored(text):
-  assert parse_facts(text) == {}
+def test_a_text_that_is_no_fingerprint_is_ignored(text):
+  assert parse_fingerprint(text) == {}
 
 
 def test_a_terminal_gets_no_control_characters_of_others():
-  assert parse_facts(b'{"a": "\\u001b[2J"}') == {"a": r"'\x1b[2J'"}
+  assert parse_fingerprint(b'{"a": "\\u001b[2J"}') == {"a": r"'\x1b[2J'"}
 
 
 def connect(address):
@@ -106,7 +111,7 @@ def connect(address):
 
 
 def test_many_idle_strangers_close_the_oldest(monkeypatch):
-  monkeypatch.setattr(visitors, "_MIN_VISITORS", 3)
+  monkeypatch.setattr(handshake, "_MIN_HANDSHAKES", 3)
   address = free_address()
   with concurrent.futures.ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
     first = pool.submit(rendezvous, ProcessSpec(address, 2, 0), 20.0)
@@ -122,10 +127,10 @@ def test_many_idle_strangers_close_the_oldest(monkeypatch):
 
 
 def test_a_stranger_is_closed_although_it_sends_bytes(monkeypatch):
-  monkeypatch.setattr(visitors, "_VISIT_SECONDS", 0.3)
+  monkeypatch.setattr(handshake, "_HANDSHAKE_SECONDS", 0.3)
   with contextlib.ExitStack() as stack:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    unproven = stack.enter_context(Visitors(listener, "", 2))
+    unproven = stack.enter_context(Handshakes(listener, "", 2))
     pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
     waiting = pool.submit(unproven.next_hello, time.monotonic() + 1.5)
     stranger = stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -149,7 +154,7 @@ def test_process_0_does_not_spin_if_it_may_open_no_more_files():
     listener = socket.create_server(("127.0.0.1", 0))
     exhausted = stack.enter_context(Exhausted(fileno=listener.detach()))
     stack.enter_context(socket.create_connection(exhausted.getsockname()))
-    unproven = stack.enter_context(Visitors(exhausted, "", 2))
+    unproven = stack.enter_context(Handshakes(exhausted, "", 2))
     began = time.thread_time()
     assert unproven.next_hello(time.monotonic() + 0.5) is None
     assert time.thread_time() - began < 0.1
@@ -171,7 +176,7 @@ class Impostor:
         connection, _ = self.listener.accept()
         with connection, contextlib.suppress(OSError):
           connection.settimeout(1)
-          connection.sendall(f"{visitors.new_challenge()}\n".encode())
+          connection.sendall(f"{handshake.new_challenge()}\n".encode())
           challenge = connection.recv(4096)
           self.received += challenge
           connection.sendall(self.proof(challenge))
@@ -186,22 +191,22 @@ class Impostor:
     lambda challenge: b"describe\n",
     lambda challenge: challenge,
     lambda challenge: b"0" * 64 + b"\n",
-    lambda challenge: visitors.proof_of_process_0("0" * 32, challenge.decode().strip(), "wrong"),
+    lambda challenge: handshake.proof_of_process_0("0" * 32, challenge.decode().strip(), "wrong"),
   ],
 )
 def test_a_process_tells_nothing_to_whoever_listens_at_the_address(proof):
-  facts = {"run_name": "confidential"}
+  fingerprint = {"run_name": "confidential"}
   with contextlib.ExitStack() as stack:
     impostor = Impostor(stack, proof)
     with pytest.raises(UserError, match="give all processes the same MAXLITE_COORDINATOR_TOKEN"):
-      rendezvous(ProcessSpec(impostor.address, 2, 1), 0.5, "secret", facts)
+      rendezvous(ProcessSpec(impostor.address, 2, 1), 0.5, "secret", fingerprint)
   assert re.fullmatch(rb"([0-9a-f]{32}\n)+", impostor.received)  # challenges, which are random
 
 
 def test_an_answer_of_process_0_cannot_be_used_again():
   """Its proof depends on the challenges of both sides."""
   proofs = {
-    visitors.proof_of_process_0(one, other, token)
+    handshake.proof_of_process_0(one, other, token)
     for one in ("1" * 32, "2" * 32)
     for other in ("1" * 32, "2" * 32)
     for token in ("", "secret")
