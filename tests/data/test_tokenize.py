@@ -85,7 +85,7 @@ def test_batches_equal_single_pieces(bpe, tmp_path, monkeypatch):
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(":")
 import test_tokenize as t
 t.tokenize.BATCH_BYTES, t.tokenize._SAVE_SECONDS = 300, 0
 folder, kind, last = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -117,7 +117,7 @@ def test_a_killed_process_is_continued(kind, tmp_path, monkeypatch, capsys):
     file.write_text("one long line of text\n" * 40_000)
   monkeypatch.setattr(tokenize, "BATCH_BYTES", 300)
   expected = contents(open_file(tmp_path, kind, ByteTokenizer(""), "uninterrupted"))
-  here = str(Path(__file__).parent)
+  here = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
   for last in (3, 2):
     command = [sys.executable, "-c", CHILD, here, str(tmp_path), kind, str(last)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
