@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, TypeVar, get_args
 
 # The value of a key, of the type that the schema gives the key.
@@ -31,7 +31,7 @@ class ConfigField:
   # In an entry, which must have the key: what to write; empty: the key is optional.
   required: str = ""
   # In an entry, where the field is a section: {key of the entry: key of the section}.
-  overrides: Mapping[str, str] = MappingProxyType({})
+  overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def field(default: KeyValue, doc: str, **metadata: KeyValue) -> KeyValue:
