@@ -10,13 +10,16 @@ from rich.table import Table
 
 from maxlite.auditing import static_checks
 from maxlite.auditing.compare import COLUMNS, TOLERANCE, Comparison, Difference, compare
+from maxlite.auditing.extra_programs import check_overflow, check_quantization
 from maxlite.auditing.measure import Measured, measure
 from maxlite.auditing.shrink import shrink
+from maxlite.auditing.step_checks import broken_rules
 from maxlite.auditing.variants import NUM_DEVICES, Variant, variants_of
 from maxlite.config.schema import Config
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.writers import open_console
 from maxlite.sharding.mesh import MESH_AXES
+from maxlite.training.program import Program
 from maxlite.training.spec import StepSpec, spec_of
 
 _CONSOLE = open_console()
@@ -107,27 +110,43 @@ def audit_spec(
   if variants is None:
     variants = variants_of(tiny, spec.mesh, num_meshes, seed, is_random=is_random)
   outcomes = []
+  misplaced: dict[str, None] = {}  # in order, without repetitions
   for number, variant in enumerate(variants, start=1):
     _say(f"{number}/{len(variants)} {variant}", is_quiet)
-    outcomes.append(_try(tiny, variant, reference, is_quiet))
+    outcome, program = _try(tiny, variant, reference, is_quiet)
+    outcomes.append(outcome)
+    if program is not None:
+      misplaced |= dict.fromkeys(static_checks.misplaced_states(program))
+  unreached = static_checks.without_gradient(reference)
+  mistakes = [
+    *static_checks.mistakes(tiny, reference, unreached),
+    *broken_rules(tiny, reference, unreached, is_random=is_random),
+    *misplaced,
+  ]
+  if spec.model.quantization:
+    mistakes += check_quantization(tiny, spec.model.quantization, reference)
+  if spec.model.family.is_moe and spec.model.moe.ragged_buffer_factor > 0:
+    mistakes += check_overflow(tiny, spec.model.moe.ragged_overflow, reference)
   return Audit(
     outcomes=outcomes,
-    mistakes=static_checks.mistakes(tiny, reference),
+    mistakes=mistakes,
     remarks=static_checks.remarks(tiny, reference),
     notes=notes,
   )
 
 
-def _try(spec: StepSpec, variant: Variant, reference: Measured, is_quiet: bool) -> Outcome:
+def _try(
+  spec: StepSpec, variant: Variant, reference: Measured, is_quiet: bool
+) -> tuple[Outcome, Program | None]:
   start = time.perf_counter()
   try:
-    measured = measure(spec, variant)
+    measured = measure(spec, variant, reference.start)
   except UserError as error:
-    return Outcome(variant, time.perf_counter() - start, reason=str(error))
+    return Outcome(variant, time.perf_counter() - start, reason=str(error)), None
   comparison = compare(variant, measured.results, reference.results)
   for difference in comparison.differences[:1]:
     _say(f"  DIFFERS: {difference}", is_quiet)
-  return Outcome(variant, measured.seconds, comparison)
+  return Outcome(variant, measured.seconds, comparison), measured.steps.program
 
 
 def _say(line: str, is_quiet: bool) -> None:

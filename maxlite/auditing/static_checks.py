@@ -1,7 +1,8 @@
 """Checks of a step that need one variant only: what no gradient reaches, what matches nothing."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +10,11 @@ import numpy as np
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
-from maxlite.optim.labels import NO_DECAY, frozen_paths, trained_paths
+from maxlite.auditing.shrink import LENGTH, ROWS
+from maxlite.models.decoder_layer import LAYER_SCALE
+from maxlite.optim.labels import NO_DECAY, frozen_paths, paths_in, trained_paths
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
+from maxlite.training.program import Program, build_objective_step
 from maxlite.training.routed_bias import BIAS
 from maxlite.training.spec import StepSpec
 
@@ -22,22 +26,23 @@ def draws_random_numbers(reference: Measured) -> bool:
 
   The key of each step is always derived, so only the drawing of bits counts.
   """
-  return any(_equations(jaxpr, _RANDOM) for jaxpr in reference.jaxprs.values())
+  return any(equations(jaxpr, _RANDOM) for jaxpr in reference.steps.jaxprs.values())
 
 
-def mistakes(spec: StepSpec, reference: Measured) -> list[str]:
+def mistakes(spec: StepSpec, reference: Measured, unreached: Collection[str]) -> list[str]:
   """What is wrong in the reference itself, a line each."""
   return [
-    *_without_gradient(reference),
+    *_without_gradient(reference, unreached),
     *_wrong_norms(reference),
     *_unmatched_names(spec, reference),
+    *_repeated_keys(reference),
+    *misplaced_states(reference.steps.program),
   ]
 
 
 def remarks(spec: StepSpec, reference: Measured) -> list[str]:
   """What the user should know, a line each: it may be meant."""
-  program = reference.program
-  names = dict.fromkeys(name for each in program.parameters for name in each.names if name)
+  program = reference.steps.program
   lines = []
 
   kept = [each for each in program.parameters if re.search(NO_DECAY, each.path)]
@@ -57,8 +62,8 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
   if whole:
     lines.append(f"no rule shards {', '.join(whole)}: every device has all of it")
   for name, _ in spec.mesh.logical_axis_rules:
-    if not name.startswith("activation") and name not in names:
-      lines.append(f"logical_axis_rules: no parameter has the axis {name}")
+    if name not in reference.steps.used_axes:
+      lines.append(f"logical_axis_rules: no parameter or activation of this model has axis {name}")
   labels = [each.labels for each in program.objectives]
   frozen = frozen_paths(*labels)
   if frozen:
@@ -66,31 +71,93 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
   return lines
 
 
-def _without_gradient(reference: Measured) -> Iterator[str]:
+def without_gradient(reference: Measured) -> list[str]:
   """Trained parameters whose gradient is zero in every objective that trains them."""
   reached: set[str] = set()
   rounding: set[str] = set()
   trained: set[str] = set()
-  for objective in reference.program.objectives:
+  for objective in reference.steps.program.objectives:
     gradients = reference.results[objective.name].gradients
     largest = max((np.abs(each).max(initial=0) for each in gradients.values()), default=0)
     names = set(gradients)
     if objective.labels is not None:
       names &= set(trained_paths(objective.labels))
-    trained |= {name for name in names if not re.search(BIAS, name)}
+    trained |= {name for name in names if not re.search(f"{BIAS}|/{LAYER_SCALE}$", name)}
     for name in names:
       size = np.abs(gradients[name]).max(initial=0)
       if size > NOISE * largest:
         reached.add(name)
       elif size > 0:
         rounding.add(name)
-  for name in sorted(trained - reached):
-    if name in rounding:
-      continue  # zero by a symmetry, such as a bias of all keys
+  # Rounding: zero by a symmetry, such as a bias of all keys.
+  return sorted(trained - reached - rounding)
+
+
+def _without_gradient(reference: Measured, unreached: Collection[str]) -> Iterator[str]:
+  if not unreached:
+    return
+  places = _detached(reference)
+  where = f" ({', '.join(places)})" if places else ""
+  for name in unreached:
     yield (
-      f"no gradient reaches {name}, which is trained: is it used, or behind a stop_gradient? To "
-      "freeze it on purpose, write phases that do not train it"
+      f"no gradient reaches {name}, which is trained: is it used, or behind a stop_gradient"
+      f"{where}? To freeze it on purpose, write phases that do not train it"
     )
+
+
+def _detached(reference: Measured) -> list[str]:
+  """The lines outside of this package that detach values, as file:line."""
+  places = []
+  for jaxpr in reference.steps.jaxprs.values():
+    for equation in equations(jaxpr, {"stop_gradient"}):
+      place = source_line(equation)
+      if place and not place.startswith("maxlite/"):
+        places.append(place)
+  return list(dict.fromkeys(places))
+
+
+def _repeated_keys(reference: Measured) -> Iterator[str]:
+  """Random keys from which numbers are drawn twice."""
+  steps = reference.steps
+  if not draws_random_numbers(reference):
+    return
+  for name, objective in steps.objectives.items():
+    step = build_objective_step(steps.program, objective)
+    inputs = steps.program.abstract_inputs((ROWS, LENGTH))
+    try:
+      with jax.enable_x64(True), jax.debug_key_reuse(True):
+        jax.jit(step).trace(steps.program.abstract_state, inputs)
+    except jax.errors.KeyReuseError as error:
+      yield f"{name}: numbers are drawn twice from one random key: {str(error).splitlines()[0]}"
+
+
+def misplaced_states(program: Program) -> Iterator[str]:
+  """Optimizer states and averages of a parameter's shape that are not sharded like it.
+
+  Also the states of parameters that their objective does not train.
+  """
+  params = dict(
+    zip(
+      paths_in(program.abstract_state.params),
+      jax.tree.leaves(program.abstract_state.params),
+      strict=True,
+    )
+  )
+  others = {"opt_state": program.abstract_state.opt_state, "ema": program.abstract_state.ema}
+  frozen = frozen_paths(*[each.labels for each in program.objectives])
+  for path, leaf in zip(paths_in(others), jax.tree.leaves(others), strict=True):
+    parts = path.split("/")
+    suffixes = ["/".join(parts[start:]) for start in range(1, len(parts))]
+    own = next((each for each in suffixes if each in params), None)
+    if own is None or leaf.shape != params[own].shape:
+      continue
+    if own in frozen:
+      yield f"the state {path} is of a parameter that no phase trains"
+    if not leaf.sharding.is_equivalent_to(params[own].sharding, leaf.ndim):
+      yield (
+        f"the state {path} is sharded as {leaf.sharding.spec}, but its parameter as "
+        f"{params[own].sharding.spec}"
+      )
 
 
 def _wrong_norms(reference: Measured) -> Iterator[str]:
@@ -106,8 +173,8 @@ def _unmatched_names(spec: StepSpec, reference: Measured) -> Iterator[str]:
   if spec.model.remat_policy != "custom":
     return
   given: set[str] = set()
-  for jaxpr in reference.jaxprs.values():
-    given |= {equation.params["name"] for equation in _equations(jaxpr, {"name"})}
+  for jaxpr in reference.steps.jaxprs.values():
+    given |= {equation.params["name"] for equation in equations(jaxpr, {"name"})}
   for name in spec.model.remat_saved_names:
     if name not in given:
       yield (
@@ -116,7 +183,7 @@ def _unmatched_names(spec: StepSpec, reference: Measured) -> Iterator[str]:
       )
 
 
-def _equations(jaxpr: Any, names: set[str]) -> list[Any]:
+def equations(jaxpr: Any, names: set[str]) -> list[Any]:
   """The equations of these primitives, also inside other functions."""
   found = []
   waiting = [jaxpr]
@@ -134,6 +201,19 @@ def _equations(jaxpr: Any, names: set[str]) -> list[Any]:
         if _is_jaxpr(value):
           waiting.append(value)
   return found
+
+
+def source_line(equation: Any) -> str:
+  """The line of this package or of a plug-in that made an equation, as file:line; may be empty."""
+  traceback = equation.source_info.traceback
+  frames = traceback.frames if traceback is not None else []
+  package = str(Path(__file__).parents[1])
+  for frame in frames:
+    file = frame.file_name
+    if "/jax/" in file or "/flax/" in file or "/optax/" in file or file.startswith("<"):
+      continue
+    return f"{file.replace(package, 'maxlite')}:{frame.line_num}"
+  return ""
 
 
 def _is_jaxpr(value: object) -> bool:

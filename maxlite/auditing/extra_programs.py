@@ -1,0 +1,75 @@
+"""Checks of features whose results differ from the reference, each with its own program."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from maxlite.auditing.measure import Measured, Steps, measure, tiny_batch
+from maxlite.auditing.step_checks import TinyStep
+from maxlite.auditing.variants import AXES, Variant
+from maxlite.registry import PREFERENCE_LOSSES
+from maxlite.training.features.overflow_replay import DISCARDED
+from maxlite.training.spec import StepSpec
+
+# Of the gradients of a quantized model and of the same model without: noise has no direction.
+LEAST_COSINE = 0.5
+
+
+def check_quantization(spec: StepSpec, kind: str, reference: Measured) -> Iterator[str]:
+  """The gradients with quantization have the direction of those without, on one device.
+
+  Args:
+    spec: tiny, without quantization.
+    kind: the value of `quantization`.
+  """
+  quantized = dataclasses.replace(spec, model=dataclasses.replace(spec.model, quantization=kind))
+  measured = measure(quantized, Variant(), reference.start)
+  for name, want in reference.results.items():
+    got = measured.results[name].gradients
+    for path, gradient in want.gradients.items():
+      if not np.any(gradient):
+        continue
+      sizes = float(np.linalg.norm(got[path])) * float(np.linalg.norm(gradient))
+      cosine = float(np.sum(got[path] * gradient)) / sizes if sizes else 0.0
+      if not cosine >= LEAST_COSINE:
+        yield (
+          f"{name}: with quantization={kind}, the gradient of {path} has a cosine of {cosine:.2g} "
+          "to that without: rounding has the derivative zero; is it passed through?"
+        )
+
+
+def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterator[str]:
+  """A step whose receive buffers overflow is discarded, or drops rows and is differentiable.
+
+  Args:
+    spec: tiny, with buffers of the worst case.
+    overflow: the value of `ragged_overflow`.
+  """
+  moe = dataclasses.replace(
+    spec.model.moe, ragged_buffer_factor=0.125, ragged_overflow=overflow, capacity_factor=-1.0
+  )
+  bounded = dataclasses.replace(spec, model=dataclasses.replace(spec.model, moe=moe))
+  variant = Variant(tuple(2 if axis == "expert" else 1 for axis in AXES))
+  with jax.enable_x64(True):
+    steps = Steps(bounded, variant)
+    for name, objective in steps.objectives.items():
+      has_pairs = objective.spec.loss in PREFERENCE_LOSSES
+      rows = tiny_batch(has_pairs=has_pairs)
+      batch = jax.tree.map(lambda x_BT: np.tile(x_BT, (8, 1)), rows)
+      before = steps.unflat(reference.start)
+      after, metrics = steps.take(name, before, batch)
+      if not np.any(metrics["expert_dropped"]):
+        yield f"{name}: no buffer of an eighth of an even load overflows"
+      elif overflow == "drop":
+        step = TinyStep(bounded, steps, objective, reference.start, batch)
+        yield from step.check_derivative()
+      elif not metrics[DISCARDED]:
+        yield f"{name}: a step whose receive buffer overflows is not discarded"
+      else:
+        old, new = steps.flat(before), steps.flat(after)
+        for path in old:
+          if "/gradients/" not in path and not np.array_equal(old[path], new[path]):
+            yield f"{name}: a step whose receive buffer overflows changes {path}"
+            break
