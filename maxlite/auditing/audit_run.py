@@ -10,8 +10,9 @@ from rich.table import Table
 
 from maxlite.auditing import static_checks
 from maxlite.auditing.compare import COLUMNS, TOLERANCE, Comparison, Difference, compare
-from maxlite.auditing.extra_programs import check_overflow, check_quantization
+from maxlite.auditing.extra_programs import check_overflow, check_quantization, check_replicas
 from maxlite.auditing.measure import Measured, measure
+from maxlite.auditing.narrow_sums import narrow_sums
 from maxlite.auditing.shrink import shrink
 from maxlite.auditing.step_checks import broken_rules
 from maxlite.auditing.variants import NUM_DEVICES, Variant, variants_of
@@ -102,10 +103,12 @@ def audit_spec(
   tiny, notes = shrink(spec)
   _say(f"{tiny.model.decoder_block}, {_objectives(tiny)}: the reference on one device", is_quiet)
   reference = measure(tiny, Variant())
-  is_random = static_checks.draws_random_numbers(reference)
+  # Random routing gives a token the experts of its place in the batch.
+  is_random = static_checks.draws_random_numbers(reference) or tiny.model.moe.use_random_routing
   if is_random:
     notes.append(
-      "the step draws random numbers, so other micro-batches and orders of rows are not compared"
+      "the step draws random numbers by the place in the batch, so other micro-batches and orders "
+      "of rows are not compared"
     )
   if variants is None:
     variants = variants_of(tiny, spec.mesh, num_meshes, seed, is_random=is_random)
@@ -127,10 +130,14 @@ def audit_spec(
     mistakes += check_quantization(tiny, spec.model.quantization, reference)
   if spec.model.family.is_moe and spec.model.moe.ragged_buffer_factor > 0:
     mistakes += check_overflow(tiny, spec.model.moe.ragged_overflow, reference)
+  if spec.local_updates.diloco_sync_period and not is_random:
+    mistakes += check_replicas(tiny, spec.local_updates, reference)
+  in_narrow_types, remarks = narrow_sums(tiny, spec.model)
+  mistakes += in_narrow_types
   return Audit(
     outcomes=outcomes,
     mistakes=mistakes,
-    remarks=static_checks.remarks(tiny, reference),
+    remarks=static_checks.remarks(tiny, reference) + remarks,
     notes=notes,
   )
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from maxlite.auditing.compare import TOLERANCE
 from maxlite.auditing.measure import Measured, Steps, measure, tiny_batch
+from maxlite.auditing.shrink import ROWS
 from maxlite.auditing.step_checks import TinyStep
 from maxlite.auditing.variants import AXES, Variant
+from maxlite.config.schema import LocalUpdatesConfig
+from maxlite.optim.labels import paths_in
 from maxlite.registry import PREFERENCE_LOSSES
 from maxlite.training.features.overflow_replay import DISCARDED
 from maxlite.training.spec import StepSpec
@@ -40,6 +44,48 @@ def check_quantization(spec: StepSpec, kind: str, reference: Measured) -> Iterat
         )
 
 
+def check_replicas(spec: StepSpec, cfg: LocalUpdatesConfig, reference: Measured) -> Iterator[str]:
+  """An outer step after one step of two replicas is their mean update, with Nesterov momentum.
+
+  Args:
+    spec: tiny, without replicas.
+    cfg: of the replicas.
+  """
+  (objective,) = spec.objectives
+  mesh = dataclasses.replace(Variant().spec_of(spec).mesh, ici_ensemble_parallelism=2)
+  local = dataclasses.replace(cfg, diloco_sync_period=1)
+  with jax.enable_x64(True):
+    steps = Steps(dataclasses.replace(spec, mesh=mesh, local_updates=local), 2)
+    batch = tiny_batch(has_pairs=objective.loss in PREFERENCE_LOSSES)
+    before = steps.start()
+    after, _ = steps.take(objective.name, before, batch)
+    solo = reference.steps
+    start = solo.start()
+    updates = []
+    for first in (0, ROWS // 2):
+      is_own_B1 = (np.arange(ROWS)[:, None] // (ROWS // 2)) == first // (ROWS // 2)
+      rows = jax.tree.map(lambda x_BT, own=is_own_B1: np.where(own, x_BT, 0 * x_BT), batch)
+      end, _ = solo.take(objective.name, start, rows)
+      updates.append(jax.tree.map(np.subtract, end.params, start.params))
+  factor = cfg.diloco_outer_lr * (1 + cfg.diloco_outer_momentum)
+  leaves = zip(
+    paths_in(before.params),
+    jax.tree.leaves(before.params),
+    jax.tree.leaves(after.params),
+    *map(jax.tree.leaves, updates),
+    strict=True,
+  )
+  for path, old, new, one, other in leaves:
+    want = factor * (one + other) / 2
+    difference = np.abs(new - old - want).max(initial=0)
+    if difference > TOLERANCE * np.abs(want).max(initial=0) + 1e-14:
+      yield (
+        f"{objective.name}: the outer step of diloco_sync_period changes {path} otherwise than by "
+        f"the mean update of its replicas times {factor:g}"
+      )
+      return
+
+
 def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterator[str]:
   """A step whose receive buffers overflow is discarded, or drops rows and is differentiable.
 
@@ -53,7 +99,7 @@ def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterat
   bounded = dataclasses.replace(spec, model=dataclasses.replace(spec.model, moe=moe))
   variant = Variant(tuple(2 if axis == "expert" else 1 for axis in AXES))
   with jax.enable_x64(True):
-    steps = Steps(bounded, variant)
+    steps = Steps(variant.spec_of(bounded), variant.num_devices)
     for name, objective in steps.objectives.items():
       has_pairs = objective.spec.loss in PREFERENCE_LOSSES
       rows = tiny_batch(has_pairs=has_pairs)

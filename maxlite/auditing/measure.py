@@ -68,15 +68,14 @@ class Recorded(NamedTuple):
 
 
 class Steps:
-  """The steps of a tiny spec in one way, one per objective; each is compiled on first use."""
+  """The steps of a tiny spec, one per objective; each is compiled on first use."""
 
-  def __init__(self, spec: StepSpec, variant: Variant):
+  def __init__(self, spec: StepSpec, num_devices: int):
     """Raises UserError if the model does not fit this mesh, or its config this path."""
-    devices = jax.devices()[: variant.num_devices]
-    self.program = build_tiny_program(variant.spec_of(spec), devices)
+    self.program = build_tiny_program(spec, jax.devices()[:num_devices])
     # The logical axes of its parameters and, once it is traced, of its activations.
     self.used_axes = {name for each in self.program.parameters for name in each.names if name}
-    if not variant.mesh:
+    if num_devices == 1:
       plain = self.program.sharder
       sharder = _RecordingSharder(plain.mesh, plain.overrides, self.used_axes)
       model = self.program.model.clone(sharder=sharder)
@@ -211,7 +210,7 @@ def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Me
   begin = time.perf_counter()
   results = {}
   with jax.enable_x64(True):
-    steps = Steps(spec, variant)
+    steps = Steps(variant.spec_of(spec), variant.num_devices)
     if start is None:
       start = steps.flat(_after_a_step(steps))
     state = steps.unflat(start)

@@ -53,7 +53,9 @@ def shrink(spec: StepSpec) -> Shrunk:
   if model.family.is_moe and moe.drops_overflow:
     notes.append("ragged_overflow=drop: what is dropped depends on the mesh; nothing is here")
   if spec.local_updates.diloco_sync_period:
-    notes.append("diloco_sync_period: replicas train on other rows; audited without")
+    notes.append(
+      "diloco_sync_period: replicas train on other rows; only their outer step is audited"
+    )
 
   data = dataclasses.replace(DataConfig(), max_target_length=LENGTH, global_batch_size=ROWS)
   objectives = []

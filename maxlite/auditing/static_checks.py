@@ -61,7 +61,9 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
       whole.append(each.path)
   if whole:
     lines.append(f"no rule shards {', '.join(whole)}: every device has all of it")
-  for name, _ in spec.mesh.logical_axis_rules:
+  for name, mesh_axes in spec.mesh.logical_axis_rules:
+    if "ensemble" in mesh_axes:
+      continue  # of replicas, which are audited without
     if name not in reference.steps.used_axes:
       lines.append(f"logical_axis_rules: no parameter or activation of this model has axis {name}")
   labels = [each.labels for each in program.objectives]

@@ -12,6 +12,7 @@ import ast
 import importlib
 import os
 import runpy
+import shlex
 import sys
 import time
 import types
@@ -58,7 +59,7 @@ def findings(mutant: Any) -> list[str]:
   words, _, variant = mutant.audit.partition("|")
   with planted(mutant):
     jax.clear_caches()
-    cfg = load_config(["dataset_type=synthetic", "jax_cache_dir=", *words.split()])
+    cfg = load_config(["dataset_type=synthetic", "jax_cache_dir=", *shlex.split(words)])
     variants = [variant_of(variant.split())] if variant else []
     try:
       result = audit_spec(spec_of(cfg), num_meshes=0, variants=variants)
