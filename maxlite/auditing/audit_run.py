@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from maxlite.auditing import static_checks
@@ -83,6 +84,7 @@ def audit_spec(
   num_meshes: int,
   seed: int = 0,
   variants: list[Variant] | None = None,
+  num_variants: int | None = None,
   is_quiet: bool = True,
 ) -> Audit:
   """Compare the step of a tiny model of the structure of `spec` over meshes and paths.
@@ -91,6 +93,7 @@ def audit_spec(
     num_meshes: the number of meshes of several axes; -1: all of eight devices.
     seed: selects which, and what else varies on them.
     variants: instead of those; for tests.
+    num_variants: only so many of them, selected by the seed; None: all.
 
   Raises:
     UserError: the tiny model cannot be built on one device.
@@ -112,6 +115,9 @@ def audit_spec(
     )
   if variants is None:
     variants = variants_of(tiny, spec.mesh, num_meshes, seed, is_random=is_random)
+  if num_variants is not None:
+    order = np.random.default_rng(seed).permutation(len(variants))
+    variants = [variants[i] for i in order[:num_variants]]
   outcomes = []
   misplaced: dict[str, None] = {}  # in order, without repetitions
   for number, variant in enumerate(variants, start=1):

@@ -109,7 +109,7 @@ def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterat
       if not np.any(metrics["expert_dropped"]):
         yield f"{name}: no buffer of an eighth of an even load overflows"
       elif overflow == "drop":
-        step = TinyStep(bounded, steps, objective, reference.start, batch)
+        step = TinyStep(bounded, steps, objective, reference.start, reference.fresh, batch)
         yield from step.check_derivative()
       elif not metrics[DISCARDED]:
         yield f"{name}: a step whose receive buffer overflows is not discarded"

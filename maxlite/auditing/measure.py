@@ -195,6 +195,7 @@ class Measured(NamedTuple):
   seconds: float
   steps: Steps
   start: Arrays  # the state before the step, by path
+  fresh: Arrays  # the state before the first step, which only the reference takes
 
 
 def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Measured:
@@ -211,19 +212,21 @@ def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Me
   results = {}
   with jax.enable_x64(True):
     steps = Steps(variant.spec_of(spec), variant.num_devices)
+    fresh: Arrays = {}
     if start is None:
-      start = steps.flat(_after_a_step(steps))
+      first = steps.start()
+      fresh = steps.flat(first)
+      start = steps.flat(_after_a_step(steps, first))
     state = steps.unflat(start)
     for name, objective in steps.objectives.items():
       batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES, rows=variant.rows)
       after, metrics = steps.take(name, state, batch)
       results[name] = steps.results(state, after, metrics)
-  return Measured(results, time.perf_counter() - begin, steps, start)
+  return Measured(results, time.perf_counter() - begin, steps, start, fresh)
 
 
-def _after_a_step(steps: Steps) -> TrainState:
+def _after_a_step(steps: Steps, state: TrainState) -> TrainState:
   """The state after a step of every objective on other rows."""
-  state = steps.start()
   for name, objective in steps.objectives.items():
     batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES, seed=1)
     state, _ = steps.take(name, state, batch)

@@ -12,6 +12,7 @@ from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
 from maxlite.auditing.shrink import LENGTH, ROWS
 from maxlite.models.decoder_layer import LAYER_SCALE
+from maxlite.models.remat import MATMUL_OUTPUTS
 from maxlite.optim.labels import NO_DECAY, frozen_paths, paths_in, trained_paths
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.training.program import Program, build_objective_step
@@ -53,24 +54,35 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
       f"weight decay: {len(program.parameters) - len(kept)} of {len(program.parameters)} "
       f"parameters; not on those named {', '.join(ends) or '(none)'}"
     )
-  rules = DEFAULT_RULES | dict(spec.mesh.logical_axis_rules)
-  whole = []
-  for each in program.parameters:
-    axes = [name for name in each.names if name and name != "layers"]
-    if len(axes) > 1 and not any(rules[name] for name in axes):
-      whole.append(each.path)
-  if whole:
-    lines.append(f"no rule shards {', '.join(whole)}: every device has all of it")
-  for name, mesh_axes in spec.mesh.logical_axis_rules:
-    if "ensemble" in mesh_axes:
-      continue  # of replicas, which are audited without
-    if name not in reference.steps.used_axes:
-      lines.append(f"logical_axis_rules: no parameter or activation of this model has axis {name}")
+  lines += _unmatched_rules(spec, reference)
+  if spec.model.remat_policy in ("minimal", "offload"):
+    missing = sorted(set(MATMUL_OUTPUTS) - _names_given(reference))
+    if missing:
+      lines.append(
+        f"remat_policy={spec.model.remat_policy}: no activation of this model has the names "
+        f"{', '.join(missing)}"
+      )
   labels = [each.labels for each in program.objectives]
   frozen = frozen_paths(*labels)
   if frozen:
     lines.append(f"no phase trains {len(frozen)} parameters: {_first(frozen)}")
   return lines
+
+
+def _unmatched_rules(spec: StepSpec, reference: Measured) -> Iterator[str]:
+  """Parameters that no rule shards, and rules for axes that nothing has."""
+  rules = DEFAULT_RULES | dict(spec.mesh.logical_axis_rules)
+  whole = []
+  for each in reference.steps.program.parameters:
+    axes = [name for name in each.names if name and name != "layers"]
+    if len(axes) > 1 and not any(rules[name] for name in axes):
+      whole.append(each.path)
+  if whole:
+    yield f"no rule shards {', '.join(whole)}: every device has all of it"
+  for name, mesh_axes in spec.mesh.logical_axis_rules:
+    is_of_replicas = "ensemble" in mesh_axes  # which are audited without
+    if name not in reference.steps.used_axes and not is_of_replicas:
+      yield f"logical_axis_rules: no parameter or activation of this model has axis {name}"
 
 
 def without_gradient(reference: Measured) -> list[str]:
@@ -174,15 +186,21 @@ def _unmatched_names(spec: StepSpec, reference: Measured) -> Iterator[str]:
   """Names of activations to save that no layer gives."""
   if spec.model.remat_policy != "custom":
     return
-  given: set[str] = set()
-  for jaxpr in reference.steps.jaxprs.values():
-    given |= {equation.params["name"] for equation in equations(jaxpr, {"name"})}
+  given = _names_given(reference)
   for name in spec.model.remat_saved_names:
     if name not in given:
       yield (
         f"remat_saved_names: no activation of this model has the name {name}; write some of "
         f"{', '.join(sorted(given))}"
       )
+
+
+def _names_given(reference: Measured) -> set[str]:
+  """The names of activations in the model, which remat may save."""
+  given: set[str] = set()
+  for jaxpr in reference.steps.jaxprs.values():
+    given |= {equation.params["name"] for equation in equations(jaxpr, {"name"})}
+  return given
 
 
 def equations(jaxpr: Any, names: set[str]) -> list[Any]:

@@ -53,7 +53,7 @@ def broken_rules(
       lines += check_repetitions(reference, steps)
     for objective in steps.objectives.values():
       batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES)
-      step = TinyStep(spec, steps, objective, reference.start, batch)
+      step = TinyStep(spec, steps, objective, reference.start, reference.fresh, batch)
       lines += [
         *step.check_derivative(unreached),
         *step.check_padding(),
@@ -103,7 +103,8 @@ class TinyStep:
   spec: StepSpec
   steps: Steps
   objective: Objective
-  start: Arrays
+  start: Arrays  # the state before the step
+  fresh: Arrays  # the state before the first step
   batch: HostBatch
 
   @property
@@ -424,18 +425,23 @@ class TinyStep:
     )
     if self.has_pairs:
       few = self.batch
-    before, after, metrics = self.states(batch=few)
-    results = self.steps.results(before, after, metrics)
-    axes = {path: self.steps.axes(path) for path in self.params}
-    yield from check_update(
-      self.name,
-      self.objective.spec.optimizer,
-      self.spec,
-      results,
-      self.steps.flat(before),
-      self.steps.flat(after),
-      {path: axes[path] for path in self.trained},
-    )
+    axes = {path: self.steps.axes(path) for path in self.trained}
+    for start in (self.fresh, self.start):
+      before = self.steps.unflat(start)
+      after, metrics = self.steps.take(self.name, before, few)
+      lines = check_update(
+        self.name,
+        self.objective.spec.optimizer,
+        self.spec,
+        self.steps.results(before, after, metrics),
+        self.steps.flat(before),
+        self.steps.flat(after),
+        axes,
+      )
+      found = list(lines)
+      yield from found
+      if found:
+        return  # the next state would repeat them
 
 
 def _close(one: np.ndarray, other: np.ndarray) -> bool:
