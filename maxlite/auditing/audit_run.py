@@ -174,9 +174,9 @@ def _objectives(spec: StepSpec) -> str:
 def _table(audit: Audit) -> Table:
   """A row per variant: the largest difference of every kind of result, relative to its array."""
   table = Table(box=None, pad_edge=False)
-  table.add_column("variant", no_wrap=True)
+  table.add_column("variant")
   for column in (*COLUMNS, "seconds"):
-    table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), 7))
   for row in audit.outcomes:
     if row.comparison is None:
       continue

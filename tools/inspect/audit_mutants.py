@@ -50,25 +50,36 @@ def main() -> int:
 
 def findings(mutant: Any) -> list[str]:
   """What the audit of the bug's config says with the bug."""
+  with planted(mutant):
+    return findings_of(mutant.audit)
+
+
+def findings_of(words: str) -> list[str]:
+  """What the audit says; `words` are as in the field `audit`."""
   import jax
 
   from maxlite.auditing.audit_run import audit_spec
-  from maxlite.config import load_config
   from maxlite.training.spec import spec_of
 
-  words, _, variant = mutant.audit.partition("|")
-  with planted(mutant):
+  variant = words.partition("|")[2].split()
+  variants = [variant_of(variant)] if variant else []
+  jax.clear_caches()  # of what other code traced
+  try:
+    result = audit_spec(spec_of(config_of(words)), num_meshes=0, variants=variants)
+  finally:
     jax.clear_caches()
-    cfg = load_config(["dataset_type=synthetic", "jax_cache_dir=", *shlex.split(words)])
-    variants = [variant_of(variant.split())] if variant else []
-    try:
-      result = audit_spec(spec_of(cfg), num_meshes=0, variants=variants)
-    finally:
-      jax.clear_caches()
   impossible = [row.reason for row in result.outcomes if row.comparison is None]
   if impossible:
-    raise ValueError(f"{mutant.name}: {mutant.audit} is not possible: {impossible[0]}")
+    raise ValueError(f"{words} is not possible: {impossible[0]}")
   return [*map(str, result.differences), *result.mistakes]
+
+
+def config_of(words: str) -> Any:
+  """The config of the words before `|`."""
+  from maxlite.config import load_config
+
+  settings = shlex.split(words.partition("|")[0])
+  return load_config(["dataset_type=synthetic", "jax_cache_dir=", *settings])
 
 
 def variant_of(words: list[str]) -> Any:

@@ -88,7 +88,7 @@ FEATURES: tuple[tuple[tuple[str, ...], ...], ...] = (
   (("final_logits_soft_cap=30",), ("attn_logits_soft_cap=50",)),
   (("sliding_window_size=8",),),
   (("optimizer_memory_host_offload=true",),),
-  (("logical_axis_rules=[[mlp, [tensor, fsdp]], [embed, [context, expert]]]",),),
+  (("logical_axis_rules=[[vocab, [tensor, fsdp]], [embed, [context, expert]]]",),),
 )
 CHANCE = 0.22  # of a feature
 
@@ -106,6 +106,7 @@ def main() -> int:
 
   from maxlite.auditing.audit_run import audit_spec
   from maxlite.config import load_config
+  from maxlite.errors import UserError
   from maxlite.kernels.xla_cpu import add_threads_for_collectives
   from maxlite.training.spec import spec_of
 
@@ -115,7 +116,11 @@ def main() -> int:
     words = random_config(seed)
     start = time.perf_counter()
     spec = spec_of(load_config(words))
-    result = audit_spec(spec, num_meshes=-1, seed=seed, num_variants=options.variants)
+    try:
+      result = audit_spec(spec, num_meshes=-1, seed=seed, num_variants=options.variants)
+    except UserError as error:
+      print(f"{seed:4} refused: {' '.join(words[2:])}: {error}", flush=True)
+      continue
     jax.clear_caches()
     seconds = time.perf_counter() - start
     verdict = "ok" if result.is_clean else "WRONG"
