@@ -272,20 +272,20 @@ def build_tiny_program(spec: StepSpec, devices: Sequence[jax.Device]) -> Program
 
 def _with_tiny_models(feature: Feature, spec: StepSpec, devices: Sequence[jax.Device]) -> Feature:
   """A feature with random models instead of those in folders."""
-  is_reference = isinstance(feature, Reference) and spec.training.reference_path
+  is_reference = isinstance(feature, Reference) and bool(spec.training.reference_path)
   if not is_reference and not isinstance(feature, Teacher):
     return feature
   plain = dataclasses.replace(spec.objectives[0], name="train", loss="next_token", train=None)
   model = dataclasses.replace(spec.model, lora=LoraConfig(), mtp_num_layers=0, num_draft_heads=0)
   frozen = dataclasses.replace(spec, model=model, objectives=(plain,), phases=None)
   program = build_program(frozen, devices)
-  if is_reference:
-    folder = FrozenModels(REFERENCE, Config(), program.mesh, lambda _: ())
-    folder.models = [FrozenModel(_RandomWeights(1), program, program)]
-    return Reference(spec, folder)
-  # Predictions of several teachers are averaged.
-  feature.models = [FrozenModel(_RandomWeights(seed), program, program) for seed in (1, 2)]
-  return feature
+  models = [FrozenModel(_RandomWeights(seed), program, program) for seed in (1, 2)]
+  if isinstance(feature, Teacher):
+    feature.models = models  # two, whose predictions are averaged
+    return feature
+  folder = FrozenModels(REFERENCE, Config(), program.mesh, lambda _: ())
+  folder.models = models[:1]
+  return Reference(spec, folder)
 
 
 class _RandomWeights(ModelWeights):

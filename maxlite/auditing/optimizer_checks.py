@@ -1,7 +1,7 @@
 """The formulas of the optimizers in numpy, for one update from moments that are not zero."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def _moment(state: Arrays, key: str, path: str) -> str:
 
 def _adam(
   name: str, cfg: OptimizerConfig, path: str, gradient: np.ndarray, before: Arrays, after: Arrays
-):
+) -> Generator[str, None, np.ndarray]:
   """Source: Kingma and Ba, Adam (2015), algorithm 1."""
   moments = []
   for key, decay, power in (("mu", cfg.adam_b1, 1), ("nu", cfg.adam_b2, 2)):
@@ -85,7 +85,7 @@ def _adam(
 
 def _lion(
   name: str, cfg: OptimizerConfig, path: str, gradient: np.ndarray, before: Arrays, after: Arrays
-):
+) -> Generator[str, None, np.ndarray]:
   """Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2."""
   place = _moment(after, "mu", path)
   expected = cfg.adam_b2 * before[place] + (1 - cfg.adam_b2) * gradient

@@ -19,6 +19,8 @@ from maxlite.training.program import Program, build_objective_step
 from maxlite.training.routed_bias import BIAS
 from maxlite.training.spec import StepSpec
 
+# Parameters that a step changes without a gradient, or not at all.
+WITHOUT_GRADIENT = f"{BIAS}|/{LAYER_SCALE}$"
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma"}
 
 
@@ -96,7 +98,7 @@ def without_gradient(reference: Measured) -> list[str]:
     names = set(gradients)
     if objective.labels is not None:
       names &= set(trained_paths(objective.labels))
-    trained |= {name for name in names if not re.search(f"{BIAS}|/{LAYER_SCALE}$", name)}
+    trained |= {name for name in names if not re.search(WITHOUT_GRADIENT, name)}
     for name in names:
       size = np.abs(gradients[name]).max(initial=0)
       if size > NOISE * largest:

@@ -16,13 +16,14 @@ from maxlite.auditing.compare import NOISE, TOLERANCE
 from maxlite.auditing.measure import Arrays, Measured, StepResults, Steps, tiny_batch
 from maxlite.auditing.optimizer_checks import UPDATE_TOLERANCE, check_update
 from maxlite.auditing.shrink import LENGTH, ROWS, VOCAB
+from maxlite.auditing.static_checks import WITHOUT_GRADIENT
 from maxlite.auditing.variants import Variant
 from maxlite.data.batch import HostBatch
 from maxlite.optim.labels import path_of, trained_paths
-from maxlite.registry import PREFERENCE_LOSSES
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
-from maxlite.training.features.teacher import TEACHER
+from maxlite.training.features.teacher import TEACHER, Teacher
 from maxlite.training.program import Objective
 from maxlite.training.routed_bias import BIAS
 from maxlite.training.spec import StepSpec
@@ -157,10 +158,12 @@ class TinyStep:
     draw = np.random.default_rng(0)
     directions = {}
     for path in sorted(self.trained):
-      if path in left_out or re.search(BIAS, path):
-        continue  # a routed bias is moved by the load
+      if path in left_out or re.search(WITHOUT_GRADIENT, path):
+        continue
       direction = draw.normal(size=self.params[path].shape)
       size = np.linalg.norm(gradients[path])
+      if not size and not LOSSES[self.objective.spec.loss].logits:
+        continue  # a loss of draft heads alone
       directions[path] = direction / max(float(size), 0.1) if size else direction
     if self._is_derivative(directions, gradients) is None:
       return
@@ -296,8 +299,8 @@ class TinyStep:
       is_unembedding = "vocab" in self.steps.axes(self.steps.stacked_path(path_of(key_path)))
       return 0 * leaf if is_unembedding else leaf
 
-    inputs = self.steps.program.with_extra_inputs(self.batch).extra[TEACHER]
-    extra = {TEACHER: tuple(jax.tree.map_with_path(flatten, each) for each in inputs)}
+    (teacher,) = [each for each in self.steps.program.features if isinstance(each, Teacher)]
+    extra = {TEACHER: tuple(jax.tree.map_with_path(flatten, each) for each in teacher.params)}
     got = float(self.take(extra=extra).metrics["distill_loss"])
     # The last logits divided by the temperature.
     (head,) = [path for path in unembedding if not path.endswith("embedding")]
