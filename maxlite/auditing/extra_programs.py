@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from maxlite.auditing.compare import TOLERANCE
+from maxlite.auditing.compare import TOLERANCE, true_norm
 from maxlite.auditing.measure import Measured, Steps, measure, tiny_batch
 from maxlite.auditing.shrink import ROWS
 from maxlite.auditing.step_checks import TinyStep
@@ -33,15 +33,15 @@ def check_quantization(spec: StepSpec, kind: str, reference: Measured) -> Iterat
   for name, want in reference.results.items():
     got = measured.results[name].gradients
     for path, gradient in want.gradients.items():
-      if not np.any(gradient):
-        continue
-      sizes = float(np.linalg.norm(got[path])) * float(np.linalg.norm(gradient))
-      cosine = float(np.sum(got[path] * gradient)) / sizes if sizes else 0.0
-      if not cosine >= LEAST_COSINE:
-        yield (
-          f"{name}: with quantization={kind}, the gradient of {path} has a cosine of {cosine:.2g} "
-          "to that without: rounding has the derivative zero; is it passed through?"
-        )
+      if np.any(gradient) and not np.any(got[path]):
+        yield f"{name}: with quantization={kind}, no gradient reaches {path}"
+    product = sum(float(np.sum(got[path] * gradient)) for path, gradient in want.gradients.items())
+    cosine = product / float(true_norm(want) * true_norm(measured.results[name]))
+    if not cosine >= LEAST_COSINE:
+      yield (
+        f"{name}: with quantization={kind}, the gradients have a cosine of {cosine:.2g} to those "
+        "without: rounding has the derivative zero; is it passed through?"
+      )
 
 
 def check_replicas(spec: StepSpec, cfg: LocalUpdatesConfig, reference: Measured) -> Iterator[str]:

@@ -54,7 +54,8 @@ def narrow_sums(spec: StepSpec, own: ModelConfig) -> tuple[list[str], list[str]]
     jaxpr = jax.jit(step).trace(program.abstract_state, inputs).jaxpr
     for equation in equations(jaxpr, _SUMS):
       out = equation.outvars[0].aval
-      if _is_narrow(out.dtype):
+      has_terms = equation.primitive.name != "reduce_sum" or equation.invars[0].aval.size > out.size
+      if _is_narrow(out.dtype) and has_terms:
         place = source_line(equation) or "backward pass"
         places[f"{equation.primitive.name} of {out.dtype.name}{list(out.shape)} ({place})"] = None
     for scan in equations(jaxpr, {"scan"}):

@@ -49,7 +49,8 @@ def check_update(
     if direction is not None:
       param = np.asarray(before[f"params/{path}"], np.float64)
       direction = _mup_factor(path, axes[path], spec.model) * direction
-      decay = cfg.adam_weight_decay if _decays(axes[path]) else 0.0
+      is_matrix = _is_matrix(path, axes[path])
+      decay = cfg.adam_weight_decay if is_matrix else 0.0
       update = -rate * (direction + decay * param)
       reason = "another learning rate, clipping, weight decay or scale than the config's?"
       yield from _compare(name, f"the update of {path}", results.update[path], update, reason)
@@ -94,9 +95,9 @@ def _lion(
   return np.sign(cfg.adam_b1 * before[place] + (1 - cfg.adam_b1) * gradient)
 
 
-def _decays(axes: tuple[str | None, ...]) -> bool:
-  """Weight decay is for matrices: not for norms, biases and other numbers per channel or head."""
-  return sum(axis not in STACKED for axis in axes) > 1
+def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+  """Whether it is no norm, bias or other number per channel or head: these do not decay."""
+  return sum(axis not in STACKED for axis in axes) > 1 and not path.endswith("bias")
 
 
 def _mup_factor(path: str, axes: tuple[str | None, ...], model: ModelConfig) -> float:
@@ -108,7 +109,7 @@ def _mup_factor(path: str, axes: tuple[str | None, ...], model: ModelConfig) -> 
     return 1.0
   m = model.base_emb_dim / model.scaling.mup_base_emb_dim
   factor = 1.0
-  if _decays(axes) and axes[0] != "vocab":
+  if _is_matrix(path, axes) and axes[0] != "vocab":
     factor = 1 / m
   if model.logits_via_embedding and path.endswith("final_norm/scale"):
     factor /= m

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
@@ -169,7 +170,8 @@ def misplaced_states(program: Program) -> Iterator[str]:
       continue
     if own in frozen:
       yield f"the state {path} is of a parameter that no phase trains"
-    if not leaf.sharding.is_equivalent_to(params[own].sharding, leaf.ndim):
+    on_device = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)  # it may be on the host
+    if not on_device.is_equivalent_to(params[own].sharding, leaf.ndim):
       yield (
         f"the state {path} is sharded as {leaf.sharding.spec}, but its parameter as "
         f"{params[own].sharding.spec}"

@@ -428,7 +428,7 @@ class TinyStep:
     )
     if self.has_pairs:
       few = self.batch
-    axes = {path: self.steps.axes(path) for path in self.trained}
+    axes = {path: self.steps.axes(path) for path in sorted(self.trained)}
     for start in (self.fresh, self.start):
       before = self.steps.unflat(start)
       after, metrics = self.steps.take(self.name, before, few)
@@ -437,14 +437,27 @@ class TinyStep:
         self.objective.spec.optimizer,
         self.spec,
         self.steps.results(before, after, metrics),
-        self.steps.flat(before),
-        self.steps.flat(after),
+        self._own(self.steps.flat(before)),
+        self._own(self.steps.flat(after)),
         axes,
       )
       found = list(lines)
       yield from found
       if found:
         return  # the next state would repeat them
+
+  def _own(self, state: Arrays) -> Arrays:
+    """The leaves of a state without the optimizer states of other phases."""
+    if self.spec.phases is None:
+      return state
+    (phase,) = [each for each in self.spec.phases.phases if each.name == self.name]
+    owner = phase.share_optimizer_state or phase.name
+    own = f"opt_state/own/{owner}/"
+    return {
+      path: leaf
+      for path, leaf in state.items()
+      if path.startswith(own) or not path.startswith("opt_state/")
+    }
 
 
 def _close(one: np.ndarray, other: np.ndarray) -> bool:
