@@ -16,7 +16,8 @@ from support.slow_cases import slow
 from maxlite.auditing import audit_run
 from maxlite.auditing.audit_run import audit_spec, run_audit
 from maxlite.auditing.compare import explain
-from maxlite.auditing.shrink import shrink_model
+from maxlite.auditing.narrow_sums import narrow_sums
+from maxlite.auditing.shrink import shrink, shrink_model
 from maxlite.auditing.variants import AXES, Variant, variants_of
 from maxlite.config import load_config
 from maxlite.config.layer_stacks import layer_specs
@@ -94,6 +95,18 @@ def test_a_name_to_save_that_no_activation_has_is_named():
   (mistake,) = result.mistakes
   assert "moe_route" in mistake
   assert "query_proj" in mistake.partition("write some of")[2]
+
+
+# A preset of every family.
+FAMILIES = {config_of(f"model_name={preset}").model.decoder_block: preset for preset in PRESETS}
+
+
+@pytest.mark.parametrize(
+  "preset", [each if each == "qwen3-0.6b" else slow(each) for each in FAMILIES.values()]
+)
+def test_no_family_sums_in_16_bit_types(preset):
+  spec = spec_of(config_of(f"model_name={preset}", "dtype=bfloat16", "weight_dtype=bfloat16"))
+  assert narrow_sums(shrink(spec).spec, spec.model) == ([], [])
 
 
 def test_the_command_returns_one_and_writes_json(tmp_path, monkeypatch, capsys):
