@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 100  # of what is printed of a finding
 MUTANTS = runpy.run_path(str(ROOT / "tools" / "inspect" / "mutants.py"))
 
 
@@ -42,7 +43,8 @@ def main() -> int:
     start = time.perf_counter()
     found = findings(mutant)
     seconds = time.perf_counter() - start
-    print(f"{mutant.name:55} {seconds:4.0f} s  {found[0] if found else 'NOT FOUND'}", flush=True)
+    first = found[0][:WIDTH] if found else "NOT FOUND"
+    print(f"{mutant.name:54} {seconds:3.0f} s  {first}", flush=True)
     if not found:
       missed.append(mutant.name)
   return int(bool(missed))
@@ -71,7 +73,8 @@ def findings_of(words: str) -> list[str]:
   impossible = [row.reason for row in result.outcomes if row.comparison is None]
   if impossible:
     raise ValueError(f"{words} is not possible: {impossible[0]}")
-  return [*map(str, result.differences), *result.mistakes]
+  narrow = [line for line in result.remarks if "16-bit" in line]
+  return [*map(str, result.differences), *result.mistakes, *narrow]
 
 
 def config_of(words: str) -> Any:
