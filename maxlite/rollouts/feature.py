@@ -90,7 +90,13 @@ class RolloutTrainer(Trainer):
     metrics: dict[str, PyTree] = dict(super().step(inputs))
     if self._rollouts is not None:
       metrics.update(self._rollouts.row)
+      if self._num_steps == 1:
+        metrics.update(self._rollouts.seconds)
     return metrics
+
+  def close(self) -> None:
+    if self._file is not None:
+      self._file.close()
 
   def _sampler(self, objective: Objective) -> RolloutSampler:
     """The sampler of an objective."""

@@ -23,7 +23,8 @@ class RolloutSet(NamedTuple):
     reward_NR: the value of each reward function, without its weight.
     advantage_N: the advantages.
     log_prob_BT: of the targets of the batch when they were written [nats].
-    row: metrics of the set.
+    row: metrics of the set, for each step on it.
+    seconds: times of the set, for the first step on it.
   """
 
   num_generations: int
@@ -33,6 +34,7 @@ class RolloutSet(NamedTuple):
   advantage_N: np.ndarray
   log_prob_BT: np.ndarray
   row: Row
+  seconds: Row
 
   def batch(
     self, sizes: RolloutSizes, shape: tuple[int, int], *, is_first: bool, masks_truncated: bool
@@ -124,4 +126,5 @@ class RolloutSet(NamedTuple):
       advantage_N=np.asarray(value["advantages"]),
       log_prob_BT=np.asarray(value["log_probs"], np.float32),
       row=value["row"],
+      seconds={},
     )

@@ -102,18 +102,19 @@ class RolloutSampler:
     assert self._engine is not None
     self._engine.unload()
     verification_seconds = time.perf_counter() - start - generation_seconds
-    row: Row = {
-      "generation_seconds": generation_seconds,
-      "verification_seconds": verification_seconds,
-    }
+    row: Row = {}
     if num_rounds:
       row["rollout_agreement"] = 1 - num_replaced / max(num_tokens, 1)
       row["rollout_rounds"] = num_rounds
     texts = [self._text(rollout.ids, rollout.prompt.ids) for rollout in rollouts]
     start = time.perf_counter()
     reward_NR = self._reward(rollouts, texts)
-    row["reward_seconds"] = time.perf_counter() - start
-    return self._build_set(rollouts, texts, reward_NR, log_prob_BT, row)
+    seconds: Row = {
+      "generation_seconds": generation_seconds,
+      "verification_seconds": verification_seconds,
+      "reward_seconds": time.perf_counter() - start,
+    }
+    return self._build_set(rollouts, texts, reward_NR, log_prob_BT, row, seconds)
 
   def spell(self, ids: Sequence[int]) -> list[str]:
     """The text of each token alone; of a special token its spelling or number."""
@@ -268,6 +269,7 @@ class RolloutSampler:
     reward_NR: np.ndarray,
     log_prob_BT: np.ndarray,
     row: Row,
+    seconds: Row,
   ) -> RolloutSet:
     cfg = self._cfg.rollouts
     reward_N = reward_NR @ self._rewards.weight_R
@@ -286,7 +288,14 @@ class RolloutSampler:
       for name, reward in zip(self._rewards.names, reward_NR.mean(axis=0), strict=True):
         row[f"reward/{name}"] = float(reward)
     return RolloutSet(
-      cfg.num_generations, rollouts, texts, reward_NR, advantage_N, log_prob_BT, row
+      num_generations=cfg.num_generations,
+      rollouts=rollouts,
+      texts=texts,
+      reward_NR=reward_NR,
+      advantage_N=advantage_N,
+      log_prob_BT=log_prob_BT,
+      row=row,
+      seconds=seconds,
     )
 
   def _overlong_penalties(self, rollouts: Sequence[Rollout]) -> np.ndarray:

@@ -106,8 +106,10 @@ def _run(
   callbacks = [*open_callbacks(cfg, program, callbacks, writers, done + 1), PlotImport()]
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
+  trainer = open_trainer(cfg, program, state)
+  stack.callback(trainer.close)
   context = LoopContext(
-    trainer=open_trainer(cfg, program, state),
+    trainer=trainer,
     checkpoints=checkpoints,
     log=StepLog(cfg, program, writers, timer, best, callbacks, data_state),
     profiler=profiler,

@@ -1,0 +1,134 @@
+"""Rollouts: every token is the one that a loop of forward passes of the trained model draws."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny import LENGTH, build, config_of, mesh_keys
+
+from maxlite.config.rollouts import rollout_sizes
+from maxlite.data.sources import prompts_source
+from maxlite.data.sources.chat import open_chat
+from maxlite.data.tokenizer import open_tokenizer
+from maxlite.errors import UserError
+from maxlite.rollouts.sampler import RolloutSampler
+
+slow = pytest.mark.slow
+PROMPTS = [{"prompt": text, "answer": "x"} for text in ("ab", "c", "", "bca")]
+KEYS = {
+  "loss_type": "grpo",
+  "dataset_type": "prompts",
+  "max_prefill_predict_length": 4,
+  "max_completion_length": 5,
+  "num_generations": 4,
+  "rollout_temperature": 1.3,
+  "reward_functions": "[equal_answer]",
+}
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+  path = tmp_path / "prompts.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+  return path
+
+
+class PerturbedSampler(RolloutSampler):
+  """An engine whose parameters differ from those of the trained program."""
+
+  factor = 1.0
+
+  def _load(self, params):
+    super()._load(jax.tree.map(lambda leaf: leaf * self.factor, params))
+
+
+def open_sampler(path, factor=1.0, devices=None, **keys):
+  """(sampler, parameters, prompts) of a tiny model, whose engine multiplies its parameters."""
+  cfg = config_of(**{"dataset_path": path, "decoder_block": "mixtral", **KEYS, **keys})
+  program = build(cfg, devices)
+  tokenizer = open_tokenizer(cfg.data)
+  sizes = rollout_sizes(cfg, cfg.data, program.batch_shape[0])
+  chat = open_chat(cfg.data, tokenizer)
+  sampler = PerturbedSampler(cfg, program, sizes, program.batch_shape, tokenizer, chat)
+  sampler.factor = factor
+  source = prompts_source(cfg.data, cfg.model.vocab_size, path.parent)
+  prompts = [source.train[n % len(source.train)] for n in range(sizes.num_prompts)]
+  # Tiny initial weights would make all tokens equally likely.
+  params = jax.tree.map(lambda leaf: leaf * 3, program.init(3).params)
+  return sampler, params, prompts
+
+
+def drawn_ids(sampler, params, rollout):
+  """The tokens after a prompt, drawn one by one by forward passes over all tokens before."""
+  program = sampler._program
+  model = program.model
+  rows = program.batch_shape[0]
+
+  @jax.jit
+  def draw(tokens_T, length, seed):
+    segment_T = (jnp.arange(LENGTH) < length).astype(jnp.int32)
+    position_T = jnp.arange(LENGTH, dtype=jnp.int32)
+    fields = [jnp.tile(x_T, (rows, 1)) for x_T in (tokens_T, segment_T, position_T)]
+    logits_BTV = model.apply({"params": params}, *fields)
+    logits_V = logits_BTV[0, length - 1].astype(jnp.float32)
+    key = jax.random.fold_in(jax.random.key(seed), length)
+    return jax.random.categorical(key, jax.nn.log_softmax(logits_V / 1.3))
+
+  ids = list(rollout.prompt.ids)
+  while len(ids) - len(rollout.prompt.ids) < 5:
+    padded = np.pad(np.asarray(ids, np.int32), (0, LENGTH - len(ids)))
+    ids.append(int(draw(padded, len(ids), np.uint32(rollout.seed))))
+    if ids[-1] in sampler._stop_token_ids:
+      break
+  return ids[len(rollout.prompt.ids) :]
+
+
+@pytest.mark.parametrize(
+  ("factor", "keys"),
+  [
+    (1.0, {}),
+    (1.2, {}),
+    pytest.param(1.0, {"dtype": "bfloat16"}, marks=slow),
+    pytest.param(1.2, {"decoder_block": "deepseek"}, marks=slow),
+    pytest.param(1.2, {"decoder_block": "qwen3_next", "base_num_decoder_layers": 4}, marks=slow),
+  ],
+)
+def test_tokens_are_those_of_a_loop_of_forward_passes(prompts_file, factor, keys):
+  """Also if the engine computes another model, whose tokens are then replaced."""
+  sampler, params, prompts = open_sampler(prompts_file, factor, jax.devices()[:1], **keys)
+  rollouts = sampler.sample(params, prompts, [0, 1])
+  if "dtype" not in keys:
+    assert (rollouts.row["rollout_agreement"] < 1) == (factor != 1)
+  lengths = set()
+  for rollout in rollouts.rollouts:
+    assert rollout.ids == drawn_ids(sampler, params, rollout)
+    lengths.add(len(rollout.ids))
+  assert len({tuple(rollout.ids) for rollout in rollouts.rollouts[:4]}) > 1
+
+
+@pytest.mark.parametrize(
+  ("mesh", "size"),
+  [("expert=2", 2), pytest.param("fsdp=2 expert=4", 8, marks=slow)],
+)
+def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
+  results = []
+  for num_devices, degrees in ((1, ""), (size, mesh)):
+    keys = mesh_keys(degrees) | {"global_batch_size": 8, "sparse_matmul": "true"}
+    devices = jax.devices()[:num_devices]
+    sampler, params, prompts = open_sampler(prompts_file, 1.0, devices, **keys)
+    results.append(sampler.sample(jax.device_get(params), prompts, [0, 1]))
+  one, sharded = results
+  assert [each.ids for each in sharded.rollouts] == [each.ids for each in one.rollouts]
+  np.testing.assert_allclose(sharded.log_prob_BT, one.log_prob_BT, atol=1e-5)
+
+
+def test_unverified_tokens_are_those_of_the_engine(prompts_file):
+  sampler, params, prompts = open_sampler(
+    prompts_file, 1.2, jax.devices()[:1], rollout_verification="off"
+  )
+  rollouts = sampler.sample(params, prompts, [0, 1])
+  assert "rollout_agreement" not in rollouts.row
+  differing = [each for each in rollouts.rollouts if each.ids != drawn_ids(sampler, params, each)]
+  assert differing
