@@ -28,9 +28,9 @@ def main() -> int:
     check_resumed_data(cfg, folder)
     check_model_folders(cfg, is_new=not folder.config.exists())
     if has_rollouts(cfg):
-      from maxlite.rollouts.rewards import Rewards  # imports NumPy
+      from maxlite.rollouts.rewards import check_rewards  # imports NumPy
 
-      Rewards(cfg.rollouts)
+      check_rewards(cfg.rollouts)
   # Imports JAX: only after the command line is checked.
   from maxlite.runs.open_run import join_hosts
 

@@ -14,6 +14,7 @@ from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.writers import JsonlWriter
 from maxlite.registry import ROLLOUT_LOSSES
+from maxlite.rollouts.rewards import check_rewards
 from maxlite.rollouts.rollout_set import RolloutSet
 from maxlite.rollouts.sampler import RolloutSampler
 from maxlite.runs.saved_run import run_folder
@@ -32,6 +33,7 @@ class RolloutTrainer(Trainer):
 
   def __init__(self, cfg: Config, program: Program, state: TrainState):
     super().__init__(cfg, program, state)
+    check_rewards(cfg.rollouts)
     self._objectives = {each.name: each for each in program.objectives}
     self._samplers: dict[str, RolloutSampler] = {}
     # The rollouts of the latest step, and the steps taken on them.

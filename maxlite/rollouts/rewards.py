@@ -22,19 +22,24 @@ from maxlite.storage.json_values import Json
 Reward = Callable[..., Sequence[float]]
 
 
+def check_rewards(cfg: RolloutConfig) -> None:
+  """Raise UserError unless training has rewards, and all of them can be imported."""
+  if not cfg.reward_functions:
+    raise UserError(
+      "completions need rewards: write reward_functions=[equal_answer], or another of "
+      f"{', '.join(REWARDS)}, or [FILE.py:FUNCTION]"
+    )
+  Rewards(cfg)
+
+
 class Rewards:
   """The reward functions of a config, by name in its order.
 
   Raises:
-    UserError: there is none, or one cannot be imported.
+    UserError: one cannot be imported, or there are not as many weights.
   """
 
   def __init__(self, cfg: RolloutConfig) -> None:
-    if not cfg.reward_functions:
-      raise UserError(
-        "completions need rewards: write reward_functions=[equal_answer], or another of "
-        f"{', '.join(REWARDS)}, or [FILE.py:FUNCTION]"
-      )
     if cfg.reward_weights and len(cfg.reward_weights) != len(cfg.reward_functions):
       raise UserError(
         f"reward_weights={list(cfg.reward_weights)} for {len(cfg.reward_functions)} functions: "
@@ -61,7 +66,7 @@ class Rewards:
     for name, function in zip(self.names, self._functions, strict=True):
       values = self._call(name, function, [prompt.text for prompt in prompts], completions, columns)
       rewards.append(_checked(name, values, prompts, completions))
-    return np.stack(rewards, axis=1)
+    return np.reshape(rewards, (len(rewards), len(completions))).T
 
   def _call(
     self,

@@ -68,6 +68,7 @@ class RolloutSampler:
     self._chat = chat
     self._rewards = Rewards(cfg.rollouts)
     self.reward_names = self._rewards.names
+    self.reward_weights = self._rewards.weight_R
     self._environment: Callable[[list[Message]], Sequence[Message] | None] | None = None
     if cfg.rollouts.rollout_environment:
       self._environment = import_function("rollout_environment", cfg.rollouts.rollout_environment)

@@ -12,7 +12,6 @@ from maxlite.config.rollouts import rollout_sizes
 from maxlite.data.sources import prompts_source
 from maxlite.data.sources.chat import open_chat
 from maxlite.data.tokenizer import open_tokenizer
-from maxlite.errors import UserError
 from maxlite.rollouts.sampler import RolloutSampler
 
 slow = pytest.mark.slow
