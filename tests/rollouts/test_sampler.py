@@ -59,10 +59,9 @@ def open_sampler(path, factor=1.0, devices=None, **keys):
   return sampler, params, prompts
 
 
-def drawn_ids(sampler, params, rollout):
-  """The tokens after a prompt, drawn one by one by forward passes over all tokens before."""
+def assert_drawn(sampler, params, rollout):
+  """Assert that a forward pass over all tokens before draws each token of the model."""
   program = sampler._program
-  model = program.model
   rows = program.batch_shape[0]
 
   @jax.jit
@@ -70,18 +69,19 @@ def drawn_ids(sampler, params, rollout):
     segment_T = (jnp.arange(LENGTH) < length).astype(jnp.int32)
     position_T = jnp.arange(LENGTH, dtype=jnp.int32)
     fields = [jnp.tile(x_T, (rows, 1)) for x_T in (tokens_T, segment_T, position_T)]
-    logits_BTV = model.apply({"params": params}, *fields)
+    logits_BTV = program.model.apply({"params": params}, *fields)
     logits_V = logits_BTV[0, length - 1].astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(seed), length)
     return jax.random.categorical(key, jax.nn.log_softmax(logits_V / 1.3))
 
-  ids = list(rollout.prompt.ids)
-  while len(ids) - len(rollout.prompt.ids) < 5:
-    padded = np.pad(np.asarray(ids, np.int32), (0, LENGTH - len(ids)))
-    ids.append(int(draw(padded, len(ids), np.uint32(rollout.seed))))
-    if ids[-1] in sampler._stop_token_ids:
-      break
-  return ids[len(rollout.prompt.ids) :]
+  before = list(rollout.prompt.ids)
+  for token, is_own in zip(rollout.ids, rollout.is_own, strict=True):
+    if is_own:
+      padded = np.pad(np.asarray(before, np.int32), (0, LENGTH - len(before)))
+      assert int(draw(padded, len(before), np.uint32(rollout.seed))) == token
+    before.append(token)
+  is_stopped = rollout.ids[-1] in sampler._stop_token_ids
+  assert rollout.finish_reason == ("stop" if is_stopped else "length")
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,8 @@ def test_tokens_are_those_of_a_loop_of_forward_passes(prompts_file, factor, keys
   rollouts = sampler.sample(params, prompts, [0, 1])
   if "dtype" not in keys:
     assert (rollouts.row["rollout_agreement"] < 1) == (factor != 1)
-  lengths = set()
   for rollout in rollouts.rollouts:
-    assert rollout.ids == drawn_ids(sampler, params, rollout)
-    lengths.add(len(rollout.ids))
+    assert_drawn(sampler, params, rollout)
   assert len({tuple(rollout.ids) for rollout in rollouts.rollouts[:4]}) > 1
 
 
@@ -129,5 +127,53 @@ def test_unverified_tokens_are_those_of_the_engine(prompts_file):
   )
   rollouts = sampler.sample(params, prompts, [0, 1])
   assert "rollout_agreement" not in rollouts.row
-  differing = [each for each in rollouts.rollouts if each.ids != drawn_ids(sampler, params, each)]
+  differing = 0
+  for rollout in rollouts.rollouts:
+    try:
+      assert_drawn(sampler, params, rollout)
+    except AssertionError:
+      differing += 1
   assert differing
+
+
+ENVIRONMENT = """
+def answer(messages):
+  assert messages[-1]["role"] == "assistant"
+  if len(messages) > 2:
+    return None
+  return [{"role": "user", "content": "z"}]
+"""
+TEMPLATE = (
+  "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+  "{% endfor %}"
+)
+
+
+def test_an_environment_answers_turns_whose_tokens_are_not_the_models(tmp_path):
+  """Tokens are not encoded again: those of the first turn stay as they were drawn."""
+  path = tmp_path / "prompts.jsonl"
+  path.write_text('{"prompt": [{"role": "user", "content": "ab"}]}\n')
+  (tmp_path / "environment_of_tests.py").write_text(ENVIRONMENT)
+  (tmp_path / "template.jinja").write_text(TEMPLATE)
+  sampler, params, prompts = open_sampler(
+    path,
+    1.2,
+    jax.devices()[:1],
+    chat_template_path=tmp_path / "template.jinja",
+    rollout_environment=f"{tmp_path}/environment_of_tests.py:answer",
+    max_completion_length=12,
+    max_prefill_predict_length=5,
+    global_batch_size=4,
+    reward_functions="[]",
+  )
+  sampler._stop_token_ids = tuple(range(100, 264))  # so that turns end
+  rollouts = sampler.sample(params, prompts, [0, 1]).rollouts
+  answered = [each for each in rollouts if each.answers]
+  assert answered
+  for rollout in rollouts:
+    assert_drawn(sampler, params, rollout)
+  for rollout in answered:
+    (answer,) = rollout.answers
+    said = [n for n, is_own in enumerate(rollout.is_own) if not is_own]
+    assert said[0] == answer.num_before
+    assert [rollout.ids[n] for n in said][-1] == ord("z")
