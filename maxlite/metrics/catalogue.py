@@ -20,7 +20,8 @@ METRICS: dict[str, Metric] = {
   "unix_seconds": Metric("s", "Time of the row since 1970, UTC; only in metrics.jsonl."),
   "loss": Metric(
     "nats per token",
-    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss.",
+    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss; of "
+    "on-policy distillation, the divergence from the teacher.",
     "learning/lm_loss",
   ),
   "total_loss": Metric(
@@ -47,6 +48,9 @@ METRICS: dict[str, Metric] = {
   "logps/chosen": Metric("nats", "DPO: mean log probability of the chosen answers."),
   "logps/rejected": Metric("nats", "DPO: mean log probability of the rejected answers."),
   "entropy": Metric("nats per token", "GRPO: mean entropy of the policy at the tokens."),
+  "sampled_entropy": Metric(
+    "nats per token", "On-policy distillation: entropy of the student, as its tokens have it."
+  ),
   "clip_fraction": Metric("share", "GRPO: tokens whose ratio has reached its bound."),
   "approx_kl": Metric(
     "nats per token", "GRPO: divergence from the policy that wrote the rollouts."

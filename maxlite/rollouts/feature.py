@@ -33,7 +33,7 @@ class RolloutTrainer(Trainer):
 
   def __init__(self, cfg: Config, program: Program, state: TrainState):
     super().__init__(cfg, program, state)
-    check_rewards(cfg.rollouts)
+    check_rewards(cfg.rollouts, [each.loss for each in program.spec.objectives])
     self._objectives = {each.name: each for each in program.objectives}
     self._samplers: dict[str, RolloutSampler] = {}
     # The rollouts of the latest step, and the steps taken on them.

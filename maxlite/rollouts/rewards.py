@@ -8,7 +8,7 @@ field of the lines is a list too, with None where a line lacks it.
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -16,15 +16,18 @@ from maxlite.config.plugins import import_function
 from maxlite.config.schema import RolloutConfig
 from maxlite.data.sources.prompts import Prompt
 from maxlite.errors import UserError
-from maxlite.registry import REWARDS
+from maxlite.registry import REWARDS, ROLLOUT_LOSSES
 from maxlite.storage.json_values import Json
 
 Reward = Callable[..., Sequence[float]]
 
 
-def check_rewards(cfg: RolloutConfig) -> None:
-  """Raise UserError unless training has rewards, and all of them can be imported."""
-  if not cfg.reward_functions:
+def check_rewards(cfg: RolloutConfig, losses: Iterable[str]) -> None:
+  """Raise UserError unless losses that need rewards have them, and all can be imported."""
+  has_rewards = any(
+    loss in ROLLOUT_LOSSES and ROLLOUT_LOSSES.entry(loss).has_rewards for loss in losses
+  )
+  if has_rewards and not cfg.reward_functions:
     raise UserError(
       "completions need rewards: write reward_functions=[equal_answer], or another of "
       f"{', '.join(REWARDS)}, or [FILE.py:FUNCTION]"

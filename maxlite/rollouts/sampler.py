@@ -278,10 +278,13 @@ class RolloutSampler:
     reward_NG = reward_N.reshape(-1, cfg.num_generations)
     advantage_N = ADVANTAGES[cfg.advantage_estimator](reward_NG).reshape(-1)
     deviation_N = reward_NG.std(axis=1)
+    if self.reward_names:
+      row |= {
+        "reward": float(reward_N.mean()),
+        "reward_std": float(deviation_N.mean()),
+        "silent_groups": float((deviation_N == 0).mean()),
+      }
     row |= {
-      "reward": float(reward_N.mean()),
-      "reward_std": float(deviation_N.mean()),
-      "silent_groups": float((deviation_N == 0).mean()),
       "completion_length": float(np.mean([each.num_own for each in rollouts])),
       "truncated_share": float(np.mean([each.is_truncated for each in rollouts])),
     }

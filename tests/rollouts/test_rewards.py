@@ -73,8 +73,9 @@ def test_a_wrong_reward_is_one_line_that_names_it(tmp_path, monkeypatch, body, e
   ],
 )
 def test_rewards_are_checked_before_a_run(functions, keys, error):
+  cfg = dataclasses.replace(RolloutConfig(), reward_functions=functions, **keys)
   with pytest.raises(UserError, match=error):
-    check_rewards(dataclasses.replace(RolloutConfig(), reward_functions=functions, **keys))
+    check_rewards(cfg, ["grpo"])
 
 
 def test_a_missing_field_is_named():
