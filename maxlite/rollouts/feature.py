@@ -82,7 +82,7 @@ class RolloutTrainer(Trainer):
     seed = [self.cfg.run.init_weights_seed, prompts.num_taken]
     rollouts = sampler.sample(self.state.params, next(prompts), seed)
     if self._file is not None:
-      for row in rollouts.rows(self._step, sampler.reward_names, sampler.sizes, sampler.spell):
+      for row in sampler.rows(rollouts, self._step):
         self._file.write(row)
       self._file.flush()
     return rollouts

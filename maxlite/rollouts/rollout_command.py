@@ -47,7 +47,7 @@ def run_rollouts(cfg: Config) -> int:
         rewards.append(rollouts.reward_NR @ sampler.reward_weights)
         agreement.append(rollouts.row.get("rollout_agreement", np.nan))
         if file is not None:
-          for row in rollouts.rows(0, sampler.reward_names, sizes, sampler.spell):
+          for row in sampler.rows(rollouts, 0):
             file.write(row)
   if jax.process_index() > 0:
     return 0

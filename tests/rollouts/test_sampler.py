@@ -34,15 +34,6 @@ def prompts_file(tmp_path):
   return path
 
 
-class PerturbedSampler(RolloutSampler):
-  """An engine whose parameters differ from those of the trained program."""
-
-  factor = 1.0
-
-  def _load(self, params):
-    super()._load(jax.tree.map(lambda leaf: leaf * self.factor, params))
-
-
 def open_sampler(path, factor=1.0, devices=None, **keys):
   """(sampler, parameters, prompts) of a tiny model, whose engine multiplies its parameters."""
   cfg = config_of(**{"dataset_path": path, "decoder_block": "mixtral", **KEYS, **keys})
@@ -50,8 +41,9 @@ def open_sampler(path, factor=1.0, devices=None, **keys):
   tokenizer = open_tokenizer(cfg.data)
   sizes = rollout_sizes(cfg, cfg.data, program.batch_shape[0])
   chat = open_chat(cfg.data, tokenizer)
-  sampler = PerturbedSampler(cfg, program, sizes, program.batch_shape, tokenizer, chat)
-  sampler.factor = factor
+  sampler = RolloutSampler(cfg, program, sizes, program.batch_shape, tokenizer, chat)
+  load = sampler.writer.load
+  sampler.writer.load = lambda params: load(jax.tree.map(lambda leaf: leaf * factor, params))
   source = prompts_source(cfg.data, cfg.model.vocab_size, path.parent)
   prompts = [source.train[n % len(source.train)] for n in range(sizes.num_prompts)]
   # Tiny initial weights would make all tokens equally likely.
@@ -80,7 +72,7 @@ def assert_drawn(sampler, params, rollout):
       padded = np.pad(np.asarray(before, np.int32), (0, LENGTH - len(before)))
       assert int(draw(padded, len(before), np.uint32(rollout.seed))) == token
     before.append(token)
-  is_stopped = rollout.ids[-1] in sampler._stop_token_ids
+  is_stopped = rollout.ids[-1] in sampler.writer.stop_token_ids
   assert rollout.finish_reason == ("stop" if is_stopped else "length")
 
 
@@ -166,7 +158,7 @@ def test_an_environment_answers_turns_whose_tokens_are_not_the_models(tmp_path):
     global_batch_size=4,
     reward_functions="[]",
   )
-  sampler._stop_token_ids = tuple(range(100, 264))  # so that turns end
+  sampler.writer.stop_token_ids = tuple(range(100, 264))  # so that turns end
   rollouts = sampler.sample(params, prompts, [0, 1]).rollouts
   answered = [each for each in rollouts if each.answers]
   assert answered
