@@ -526,6 +526,24 @@ FEATURES = Registry(
 
 
 @dataclasses.dataclass(frozen=True)
+class EvaluationEntry(Entry):
+  """What a run evaluates: (Config, Program, DataLoader) -> Evaluation (runs/evaluations.py)."""
+
+  # (Config) -> whether a run evaluates it; its file is opened only then.
+  is_used: Callable[[Any], bool] = lambda cfg: True
+
+
+EVALUATIONS = Registry(
+  EvaluationEntry,
+  held_out="maxlite.evaluation.held_out:build_evaluation",
+  tasks=EvaluationEntry(
+    "maxlite.rollouts.eval_tasks:build_evaluation",
+    is_used=lambda cfg: bool(cfg.observe.eval_tasks),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightEntry(Entry):
   """A kind of folder with the parameters of a model: see training/model_weights.py."""
 

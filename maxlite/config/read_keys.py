@@ -75,7 +75,8 @@ READ_KEYS: dict[str, set[str]] = {
   | _MESH
   | _keys_of(HostsConfig)
   | (_keys_of(DataConfig) - _TRAINING_DATA)
-  | {"eval_steps", "eval_documents", "logits_chunk_tokens", "loss_type"}
+  | {"eval_steps", "eval_documents", "eval_tasks", "rollout_batch_size"}
+  | {"logits_chunk_tokens", "loss_type"}
   | {"reference_path", "dpo_beta", "dpo_label_smoothing"},
   "maxlite.generate": _INFERENCE | _keys_of(GenerateConfig),
   "maxlite.rollout": _INFERENCE

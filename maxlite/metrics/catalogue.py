@@ -100,6 +100,8 @@ METRICS: dict[str, Metric] = {
   "phase": Metric("index", "The phase of the step, from 0 in the order of `phases`."),
   "eval_loss": Metric("nats per token", "Held-out loss; of DPO, per pair.", "eval/avg_loss"),
   "eval_bits_per_byte": Metric("bits per byte", "Held-out loss by the bytes of the text."),
+  "eval_task/*": Metric("1", "Mean reward of a task of eval_tasks over its prompts."),
+  "eval_task_stderr/*": Metric("1", "Standard error of this mean."),
   "eval_tokens": Metric("tokens", "Held-out tokens, or pairs of DPO.", "eval/total_weights"),
   "eval_acceptance_*": Metric(
     "share",

@@ -53,6 +53,8 @@ OF_ROLLOUTS = {
   "kl",
   "reward",
   "reward/*",
+  "eval_task/*",
+  "eval_task_stderr/*",
   "reward_std",
   "silent_groups",
   "completion_length",

@@ -1,13 +1,17 @@
 """Runs that train on rollouts: resumed between the steps on one set, stopped, and in phases."""
 
+import contextlib
+import io
 import json
 import signal
 
 import numpy as np
 import pytest
-from support.tiny_run import Output, last_manifest, logged, parameter_hash, start
+from support.tiny import config_of
+from support.tiny_run import Output, keys_in, last_manifest, logged, parameter_hash, start
 
 from maxlite.metrics.writers import read_rows
+from maxlite.runs.evaluate_run import run_evaluation
 
 SECONDS = {"generation_seconds", "verification_seconds", "reward_seconds"}
 REWARD = """
@@ -109,3 +113,27 @@ def test_a_phase_of_adapters_stays_near_the_model_without_them(files, tmp_path):
   assert ["reward" in row for row in rows] == [True, False] * 4
   assert rows[0]["kl"] == 0
   assert rows[2]["kl"] > 0
+
+
+def test_tasks_at_evaluations_change_nothing_and_evaluate_repeats_them(files, whole, tmp_path):
+  tasks = (
+    f"[{{name: letters, path: [{files}/prompts.jsonl], max_new_tokens: 6, num_samples: 2, "
+    f"temperature: 1, reward_functions: ['{files}/reward_of_letters.py:letters']}}]"
+  )
+  code, output = start(tmp_path, **keys_of(files, eval_tasks=tasks))
+  assert code == 0
+  assert parameter_hash(output) == parameter_hash(whole[1])
+  scores = {}
+  for row in rows_of(tmp_path):
+    if row["step"] in (4, 8):
+      scores[row["step"]] = row.pop("eval_task/letters"), row.pop("eval_task_stderr/letters")
+    assert "eval_task/letters" not in row
+  samples = read_rows(tmp_path / "run/eval_samples.jsonl")
+  assert [row["step"] for row in samples] == [4] * 10 + [8] * 10
+  rewards = np.asarray([row["rewards"]["letters"] for row in samples if row["step"] == 8])
+  by_prompt = rewards.reshape(5, 2).mean(axis=1)
+  assert scores[8] == pytest.approx((by_prompt.mean(), by_prompt.std(ddof=1) / np.sqrt(5)))
+  evaluated = io.StringIO()
+  with contextlib.redirect_stdout(evaluated):
+    run_evaluation(config_of(**keys_in(tmp_path, **keys_of(files, eval_tasks=tasks))))
+  assert f"eval_task/letters {scores[8][0]:.6g}" in evaluated.getvalue()

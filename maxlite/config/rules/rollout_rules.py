@@ -27,6 +27,8 @@ def unread(cfg: Config) -> Violations:
   if has_rollouts(cfg):
     return
   settings = [name for name in flatten(RolloutConfig()) if not KEYS[name].field.runs_code]
+  if cfg.observe.eval_tasks:
+    settings.remove("rollout_batch_size")
   for name in changed_keys(cfg, [*POLICY_KEYS, *settings]):
     yield Violation(
       [name, "loss_type"],
