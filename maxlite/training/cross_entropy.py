@@ -163,14 +163,14 @@ def divergence_sums(
   """Weighted sums of -log q(target), the squared log-partition, and a divergence of q and p [nats].
 
   q is the student's distribution at `rollout_temperature`, p the mean distribution of the teachers.
-  With b = `distill_beta` the divergence is KL(p || q) for b = 0, KL(q || p) for 1, and otherwise
+  With b = `gkd_beta` the divergence is KL(p || q) for b = 0, KL(q || p) for 1, and otherwise
   b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Only q has a gradient.
 
   Source: Agarwal et al., On-policy distillation of language models (2024), eq. 2, as in trl.
   """
   models = (student, *teachers)
   return _token_sums(
-    functools.partial(_diverging, cfg.rollout_temperature, cfg.distill_beta),
+    functools.partial(_diverging, cfg.rollout_temperature, cfg.gkd_beta),
     states=tuple(model.x_BTD for model in models),
     rows=(batch.targets_BT, batch.weight_BT),
     unembeddings=tuple(model.unembedding for model in models),

@@ -39,7 +39,7 @@ def kl(p_V, q_V):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("beta", [0.0, 1.0, 0.3])
 def test_divergence_and_gradient_are_those_of_an_independent_computation(tmp_path, beta, mesh):
-  cfg = config_with(tmp_path, distill_beta=beta, rollout_temperature=0.8)
+  cfg = config_with(tmp_path, gkd_beta=beta, rollout_temperature=0.8)
   sizes = MESHES[mesh]
   sharder = Sharder(build_mesh(sizes, (1,) * 6, jax.devices()[: np.prod(sizes)]))
   draw = np.random.default_rng(0)

@@ -190,7 +190,7 @@ def local_updates(cfg: Config) -> Violations:
 # Keys of one of the losses with a teacher.
 _ONLY_IN = {
   "distill": ["distill_alpha", "distill_temperature", "distill_top_k"],
-  "on_policy_distill": ["distill_beta"],
+  "on_policy_distill": ["gkd_beta"],
 }
 
 

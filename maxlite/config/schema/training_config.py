@@ -71,7 +71,7 @@ class TrainingConfig:
   distill_temperature: float = field(
     1.0, "Temperature of teacher and student in loss distill.", low=0
   )
-  distill_beta: float = field(
+  gkd_beta: float = field(
     1.0,
     "Divergence in loss on_policy_distill: 0, of the student from the teacher (forward KL); 1, of "
     "the teacher from the student (reverse KL); between, Jensen-Shannon's.",
@@ -151,7 +151,9 @@ class TrainingConfig:
 
 _TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]
 # Keys that only loss `distill` reads, only preference losses, and losses with a reference model.
-TEACHER_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_")))
+TEACHER_KEYS = tuple(
+  key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_", "gkd_"))
+)
 PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith("dpo_"))
 REFERENCE_KEYS = ("reference_path",)
 # Keys that only losses of rollouts read, beside those of `RolloutConfig`.
