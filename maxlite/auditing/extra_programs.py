@@ -13,7 +13,6 @@ from maxlite.auditing.step_checks import TinyStep
 from maxlite.auditing.variants import AXES, Variant
 from maxlite.config.schema import LocalUpdatesConfig
 from maxlite.optim.labels import paths_in
-from maxlite.registry import PREFERENCE_LOSSES
 from maxlite.training.features.overflow_replay import DISCARDED
 from maxlite.training.spec import StepSpec
 
@@ -56,7 +55,7 @@ def check_replicas(spec: StepSpec, cfg: LocalUpdatesConfig, reference: Measured)
   local = dataclasses.replace(cfg, diloco_sync_period=1)
   with jax.enable_x64(True):
     steps = Steps(dataclasses.replace(spec, mesh=mesh, local_updates=local), 2)
-    batch = tiny_batch(has_pairs=objective.loss in PREFERENCE_LOSSES)
+    batch = tiny_batch(objective.loss)
     before = steps.start()
     after, _ = steps.take(objective.name, before, batch)
     solo = reference.steps
@@ -101,8 +100,7 @@ def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterat
   with jax.enable_x64(True):
     steps = Steps(variant.spec_of(bounded), variant.num_devices)
     for name, objective in steps.objectives.items():
-      has_pairs = objective.spec.loss in PREFERENCE_LOSSES
-      rows = tiny_batch(has_pairs=has_pairs)
+      rows = tiny_batch(objective.spec.loss)
       batch = jax.tree.map(lambda x_BT: np.tile(x_BT, (8, 1)), rows)
       before = steps.unflat(reference.start)
       after, metrics = steps.take(name, before, batch)

@@ -20,7 +20,7 @@ from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import Config, LoraConfig, ModelConfig
 from maxlite.data.batch import Batch, HostBatch
 from maxlite.optim.labels import paths_in, split
-from maxlite.registry import PREFERENCE_LOSSES
+from maxlite.registry import PREFERENCE_LOSSES, ROLLOUT_LOSSES
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import LogicalNames
 from maxlite.sharding.pytree import PyTree
@@ -30,6 +30,7 @@ from maxlite.training.features.frozen_models import FrozenModel, FrozenModels
 from maxlite.training.features.reference import REFERENCE, Reference
 from maxlite.training.features.teacher import Teacher
 from maxlite.training.model_weights import ModelWeights
+from maxlite.training.policy_loss import ON_POLICY, PolicyBatch
 from maxlite.training.program import (
   Objective,
   Program,
@@ -219,7 +220,7 @@ def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Me
       start = steps.flat(_after_a_step(steps, first))
     state = steps.unflat(start)
     for name, objective in steps.objectives.items():
-      batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES, rows=variant.rows)
+      batch = tiny_batch(objective.spec.loss, rows=variant.rows)
       after, metrics = steps.take(name, state, batch)
       results[name] = steps.results(state, after, metrics)
   return Measured(results, time.perf_counter() - begin, steps, start, fresh)
@@ -228,7 +229,7 @@ def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Me
 def _after_a_step(steps: Steps, state: TrainState) -> TrainState:
   """The state after a step of every objective on other rows."""
   for name, objective in steps.objectives.items():
-    batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES, seed=1)
+    batch = tiny_batch(objective.spec.loss, seed=1)
     state, _ = steps.take(name, state, batch)
 
   def clear(node: PyTree) -> PyTree:
@@ -357,11 +358,17 @@ def _draw(path: str, seeds: list[int], shape: tuple[int, ...], centre: float) ->
   return noise / 3
 
 
-def tiny_batch(*, has_pairs: bool, rows: str = "", seed: int = 0) -> HostBatch:
-  """Rows of several documents and unequal length, some of padding only, with random weights."""
+def tiny_batch(loss: str, *, rows: str = "", seed: int = 0) -> HostBatch:
+  """Rows of several documents and unequal length, some of padding only, with random weights.
+
+  Args:
+    loss: a name in the table LOSSES, which may need pairs or weights of 0 and 1.
+  """
   draw = np.random.default_rng(seed)
+  has_pairs = loss in PREFERENCE_LOSSES
   tokens_BT = draw.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
-  segment_BT = np.sort(draw.integers(1, 4, (ROWS, LENGTH)), axis=1).astype(np.int32)
+  is_start_BT = np.diff(np.sort(draw.integers(1, 4, (ROWS, LENGTH))), prepend=0) > 0
+  segment_BT = np.cumsum(is_start_BT, axis=1, dtype=np.int32)  # without gaps in the numbers
   length_B = draw.integers(LENGTH // 2, LENGTH + 1, ROWS)
   length_B[[2, 7, 8, 9]] = 0
   if has_pairs:  # segments 1 and 2 of a row
@@ -371,9 +378,17 @@ def tiny_batch(*, has_pairs: bool, rows: str = "", seed: int = 0) -> HostBatch:
   batch = Batch.of(tokens_BT, segment_BT)
   # Some are zero, as those of prompts.
   weight_BT = batch.weight_BT * (draw.random((ROWS, LENGTH)) > 0.2)
-  if not has_pairs:
+  if not has_pairs and loss not in ROLLOUT_LOSSES:
     weight_BT = weight_BT * draw.uniform(0.2, 2, (ROWS, LENGTH))
   batch = batch.replace(weight_BT=weight_BT.astype(np.float64))
+  if loss in ROLLOUT_LOSSES:
+    behaviour_BT = draw.uniform(-6, -1, (ROWS, LENGTH))
+    behaviour_BT[draw.random((ROWS, LENGTH)) < 0.3] = ON_POLICY
+    batch = PolicyBatch(
+      **vars(batch),
+      advantage_BT=draw.normal(size=(ROWS, LENGTH)),
+      behaviour_BT=behaviour_BT,
+    )
   return ROW_CHANGES[rows](batch)
 
 
@@ -393,7 +408,7 @@ def _unpack(batch: HostBatch) -> HostBatch:
         field.name: np.roll(np.where(is_own_T, getattr(batch, field.name)[row], 0), -start)
         for field in dataclasses.fields(batch)
       }
-      rows.append(Batch(**document))
+      rows.append(type(batch)(**document))
   unpacked = jax.tree.map(lambda *x_T: np.stack(x_T), *rows)
   return unpacked.replace(segment_BT=np.minimum(unpacked.segment_BT, 1))
 

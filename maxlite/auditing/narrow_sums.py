@@ -50,7 +50,7 @@ def narrow_sums(spec: StepSpec, own: ModelConfig) -> tuple[list[str], list[str]]
   places: dict[str, None] = {}
   for objective in program.objectives:
     step = build_objective_step(program, objective)
-    inputs = program.abstract_inputs(objective.batch_shape)
+    inputs = program.abstract_inputs(objective)
     jaxpr = jax.jit(step).trace(program.abstract_state, inputs).jaxpr
     for equation in equations(jaxpr, _SUMS):
       out = equation.outvars[0].aval

@@ -20,7 +20,7 @@ from maxlite.config.schema import (
   RopeConfig,
   TrainingConfig,
 )
-from maxlite.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.registry import TAUGHT_LOSSES, has_reference
 from maxlite.training.spec import StepSpec
 
 ROWS = 24  # divide by all meshes of eight devices, and by three micro-batches
@@ -62,7 +62,7 @@ def shrink(spec: StepSpec) -> Shrunk:
   for objective in spec.objectives:
     if objective.loss in TAUGHT_LOSSES:
       notes.append(f"loss {objective.loss} of {objective.name}: with two random teachers")
-    if objective.loss in PREFERENCE_LOSSES and spec.training.reference_path:
+    if has_reference(objective.loss, spec.training.grpo_beta) and spec.training.reference_path:
       notes.append(f"loss {objective.loss} of {objective.name}: with a random reference")
     objectives.append(
       dataclasses.replace(

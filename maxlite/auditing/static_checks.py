@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
-from maxlite.auditing.shrink import LENGTH, ROWS
 from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.models.remat import MATMUL_OUTPUTS
 from maxlite.optim.labels import NO_DECAY, frozen_paths, paths_in, trained_paths
@@ -140,7 +139,7 @@ def _repeated_keys(reference: Measured) -> Iterator[str]:
     return
   for name, objective in steps.objectives.items():
     step = build_objective_step(steps.program, objective)
-    inputs = steps.program.abstract_inputs((ROWS, LENGTH))
+    inputs = steps.program.abstract_inputs(objective)
     try:
       with jax.enable_x64(True), jax.debug_key_reuse(True):
         jax.jit(step).trace(steps.program.abstract_state, inputs)

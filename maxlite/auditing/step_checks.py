@@ -20,10 +20,11 @@ from maxlite.auditing.static_checks import WITHOUT_GRADIENT
 from maxlite.auditing.variants import Variant
 from maxlite.data.batch import HostBatch
 from maxlite.optim.labels import path_of, trained_paths
-from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES, ROLLOUT_LOSSES
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
 from maxlite.training.features.teacher import TEACHER, Teacher
+from maxlite.training.policy_loss import PolicyBatch
 from maxlite.training.program import Objective
 from maxlite.training.routed_bias import BIAS
 from maxlite.training.spec import StepSpec
@@ -53,7 +54,10 @@ def broken_rules(
       steps = Steps(Variant().spec_of(dataclasses.replace(spec, objectives=once)), 1)
       lines += check_repetitions(reference, steps)
     for objective in steps.objectives.values():
-      batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES)
+      batch = tiny_batch(objective.spec.loss)
+      if isinstance(batch, PolicyBatch):  # the ratio to the policy itself has a detached part
+        off_policy_BT = np.minimum(batch.behaviour_BT, -1)
+        batch = batch.replace(behaviour_BT=off_policy_BT)
       step = TinyStep(spec, steps, objective, reference.start, reference.fresh, batch)
       lines += [
         *step.check_derivative(unreached),
@@ -79,7 +83,7 @@ def check_repetitions(reference: Measured, once: Steps) -> Iterator[str]:
     once: the steps of the reference with one update on a batch.
   """
   for name, objective in reference.steps.objectives.items():
-    batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES)
+    batch = tiny_batch(objective.spec.loss)
     first = once.unflat(reference.start)
     key = jax.random.wrap_key_data(jnp.asarray(first.rng))
     state = first
@@ -111,10 +115,6 @@ class TinyStep:
   @property
   def name(self) -> str:
     return self.objective.name
-
-  @property
-  def has_pairs(self) -> bool:
-    return self.objective.spec.loss in PREFERENCE_LOSSES
 
   @property
   def params(self) -> Arrays:
@@ -278,7 +278,7 @@ class TinyStep:
     unembedding = [p for p in self.params if self.steps.axes(p) and "vocab" in self.steps.axes(p)]
     metrics = self.take({path: np.zeros_like(self.params[path]) for path in unembedding}).metrics
     known = {"loss": np.log(VOCAB), "mtp_loss": np.log(VOCAB), "z_loss": np.log(VOCAB) ** 2}
-    if self.has_pairs or not unembedding:
+    if self.objective.spec.loss in {*PREFERENCE_LOSSES, *ROLLOUT_LOSSES}:
       del known["loss"], known["mtp_loss"]
     for name, value in known.items():
       if unembedding and name in metrics and not np.isclose(metrics[name], value, rtol=1e-6):
@@ -330,7 +330,7 @@ class TinyStep:
       "mtp_loss": training.mtp_loss_scaling_factor,
       "draft_loss": training.draft_loss_weight,
     }
-    if self.objective.spec.loss not in ("next_token", "next_token_and_draft", "dpo"):
+    if self.objective.spec.loss not in ("next_token", "next_token_and_draft", "dpo", "grpo"):
       return
     total = float(metrics["loss"])
     for name, weight in weights.items():
@@ -426,7 +426,7 @@ class TinyStep:
       segment_BT=np.where(is_few_BT, 1, 0).astype(few.segment_BT.dtype),
       weight_BT=np.where(is_few_BT, 1.0, 0.0),
     )
-    if self.has_pairs:
+    if self.objective.spec.loss in PREFERENCE_LOSSES:
       few = self.batch
     axes = {path: self.steps.axes(path) for path in sorted(self.trained)}
     for start in (self.fresh, self.start):

@@ -22,6 +22,16 @@ PAIRS = (
   "chat_template_path=configs/chat/plain.jinja",
   "dataset_path=configs/chat/preferences.jsonl",
 )
+PROMPTS = (
+  "dataset_type=prompts",
+  "dataset_path=configs/rl/sort_prompts.jsonl",
+  "global_batch_size=16",
+  "num_generations=8",
+  "reward_functions=[equal_answer]",
+  "max_target_length=14",
+  "max_prefill_predict_length=7",
+  "max_completion_length=8",
+)
 NORMS_THEN_ALL = "phases=[{name: a, train: [.*norm.*], steps: 1}, {name: b, train: [.*], steps: 2}]"
 TWICE_ON_A_BATCH = "phases=[{name: a, train: [.*kernel], steps: 1, repeat_batch: 2}]"
 LION_THEN_EMBEDDINGS = (
@@ -78,6 +88,10 @@ FEATURES: tuple[tuple[tuple[str, ...], ...], ...] = (
     ("loss_type=distill", "teacher_path=X"),
     ("loss_type=distill", "teacher_path=X", "distill_top_k=64", "distill_temperature=2"),
     (*PAIRS, "loss_type=dpo", "reference_path=X"),
+    (*PROMPTS, "loss_type=grpo", "loss_aggregation=sequence"),
+    (*PROMPTS, "loss_type=grpo", "grpo_beta=0.1", "reference_path=X"),
+    (*PROMPTS, "loss_type=grpo", "importance_sampling_level=sequence", "grpo_epsilon_high=0.4"),
+    (*PROMPTS, "loss_type=on_policy_distill", "teacher_path=X"),
   ),
   (("quantization=int8",), ("quantization=fp8",)),
   (("parametrization=mup", "mup_base_emb_dim=32"),),
