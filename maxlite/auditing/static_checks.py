@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured
+from maxlite.config.schema import ModelConfig
 from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.models.remat import MATMUL_OUTPUTS
 from maxlite.optim.labels import NO_DECAY, frozen_paths, paths_in, trained_paths
@@ -21,6 +22,7 @@ from maxlite.training.spec import StepSpec
 
 # Parameters that a step changes without a gradient, or not at all.
 WITHOUT_GRADIENT = f"{BIAS}|/{LAYER_SCALE}$"
+_NOT_DIFFERENTIABLE = {"stop_gradient", "round", "floor", "ceil", "sign"}
 _RANDOM = {"random_bits", "threefry2x32", "random_gamma"}
 
 
@@ -57,13 +59,10 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
       f"parameters; not on those named {', '.join(ends) or '(none)'}"
     )
   lines += _unmatched_rules(spec, reference)
-  if spec.model.remat_policy in ("minimal", "offload"):
-    missing = sorted(set(MATMUL_OUTPUTS) - _names_given(reference))
-    if missing:
-      lines.append(
-        f"remat_policy={spec.model.remat_policy}: no activation of this model has the names "
-        f"{', '.join(missing)}"
-      )
+  lines += _unmatched_policy(spec.model, reference)
+  places = _not_differentiable(reference)
+  if places:
+    lines.append(f"no gradient flows through {', '.join(places)}")
   labels = [each.labels for each in program.objectives]
   frozen = frozen_paths(*labels)
   if frozen:
@@ -85,6 +84,22 @@ def _unmatched_rules(spec: StepSpec, reference: Measured) -> Iterator[str]:
     is_of_replicas = "ensemble" in mesh_axes  # which are audited without
     if name not in reference.steps.used_axes and not is_of_replicas:
       yield f"logical_axis_rules: no parameter or activation of this model has axis {name}"
+
+
+def _unmatched_policy(model: ModelConfig, reference: Measured) -> Iterator[str]:
+  """Names that remat_policy saves and no activation has, though layers of this family should."""
+  if model.remat_policy not in ("minimal", "offload"):
+    return
+  missing = set(MATMUL_OUTPUTS) - _names_given(reference)
+  if model.family.is_moe:
+    missing -= {"mlpwo"}  # the backward pass of experts does not read their output
+  if not model.family.reads("mla"):
+    missing -= {"query_latent", "kv_latent"}
+  elif not model.mla.q_lora_rank:
+    missing -= {"query_latent"}
+  if missing:
+    names = ", ".join(sorted(missing))
+    yield f"remat_policy={model.remat_policy}: no activation of this model has the names {names}"
 
 
 def without_gradient(reference: Measured) -> list[str]:
@@ -112,7 +127,7 @@ def without_gradient(reference: Measured) -> list[str]:
 def _without_gradient(reference: Measured, unreached: Collection[str]) -> Iterator[str]:
   if not unreached:
     return
-  places = _detached(reference)
+  places = _not_differentiable(reference)
   where = f" ({', '.join(places)})" if places else ""
   for name in unreached:
     yield (
@@ -121,14 +136,14 @@ def _without_gradient(reference: Measured, unreached: Collection[str]) -> Iterat
     )
 
 
-def _detached(reference: Measured) -> list[str]:
-  """The lines outside of this package that detach values, as file:line."""
+def _not_differentiable(reference: Measured) -> list[str]:
+  """Operations of plug-ins through which no gradient flows, with their lines."""
   places = []
   for jaxpr in reference.steps.jaxprs.values():
-    for equation in equations(jaxpr, {"stop_gradient"}):
+    for equation in equations(jaxpr, _NOT_DIFFERENTIABLE):
       place = source_line(equation)
       if place and not place.startswith("maxlite/"):
-        places.append(place)
+        places.append(f"{equation.primitive.name} at {place}")
   return list(dict.fromkeys(places))
 
 
