@@ -290,8 +290,13 @@ class TinyStep:
   def check_teacher(self) -> Iterator[str]:
     """The divergence from teachers that find all tokens equally likely, by its definition."""
     training = self.spec.training
-    unembedding = [path for path in self.params if "vocab" in self.steps.axes(path)]
-    is_plain = not self.spec.model.final_logits_soft_cap and len(unembedding) > 1
+    # The last logits, which are divided by the temperature below.
+    heads = [
+      path
+      for path in self.params
+      if "vocab" in self.steps.axes(path) and not path.endswith("embedding")
+    ]
+    is_plain = not self.spec.model.final_logits_soft_cap and len(heads) == 1
     if self.objective.spec.loss != "distill" or training.distill_top_k or not is_plain:
       return
 
@@ -302,9 +307,7 @@ class TinyStep:
     (teacher,) = [each for each in self.steps.program.features if isinstance(each, Teacher)]
     extra = {TEACHER: tuple(jax.tree.map_with_path(flatten, each) for each in teacher.params)}
     got = float(self.take(extra=extra).metrics["distill_loss"])
-    # The last logits divided by the temperature.
-    (head,) = [path for path in unembedding if not path.endswith("embedding")]
-    cooled = {head: self.params[head] / training.distill_temperature}
+    cooled = {heads[0]: self.params[heads[0]] / training.distill_temperature}
     losses = []
     for token in range(VOCAB):
       targets_BT = np.full_like(self.batch.targets_BT, token)
