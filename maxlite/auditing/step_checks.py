@@ -384,9 +384,8 @@ class TinyStep:
 
   def check_skipping(self) -> Iterator[str]:
     """A step whose loss or norm is not finite changes nothing but its counters."""
-    weight_BT = self.batch.weight_BT.copy()
-    weight_BT[:, 0] = np.inf
-    batch = self.batch.replace(weight_BT=weight_BT)
+    weight_BT = self.batch.weight_BT
+    batch = self.batch.replace(weight_BT=np.where(weight_BT > 0, np.inf, weight_BT))
     yield from self._skips({}, batch, "a loss that is not finite")
     for path in sorted(self.params):
       axes = self.steps.axes(path)

@@ -203,6 +203,23 @@ def test_planted_bugs_are_found(name):
 
 
 @pytest.mark.slow
+def test_a_random_key_that_is_used_twice_is_found():
+  bug = AUDIT_MUTANTS["MUTANTS"]["Mutant"](
+    name="noise-of-one-key-twice",
+    bug="two noises of a router are drawn from one key",
+    at="maxlite/layers/moe/router.py::Router._jitter",
+    find='return jax.random.uniform(self.make_rng("jitter"),',
+    replace=(
+      'key = self.make_rng("jitter")\n'
+      "return jax.random.normal(key, dtype=x_BTD.dtype) * jax.random.uniform(key,"
+    ),
+    tests="",
+    audit="base_num_decoder_layers=1 scan_layers=false router_jitter=0.1",
+  )
+  assert any("one random key" in line for line in AUDIT_MUTANTS["findings"](bug))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", sorted({each.audit for each in BUGS.values()}))
 def test_without_the_bug_nothing_is_found(words):
   assert AUDIT_MUTANTS["findings_of"](words) == []
