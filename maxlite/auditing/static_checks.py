@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
-from maxlite.auditing.measure import Measured
+from maxlite.auditing.measure import Measured, tiny_batch
 from maxlite.config.schema import ModelConfig
 from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.models.remat import MATMUL_OUTPUTS
@@ -154,12 +154,13 @@ def _repeated_keys(reference: Measured) -> Iterator[str]:
     return
   for name, objective in steps.objectives.items():
     step = build_objective_step(steps.program, objective)
-    inputs = steps.program.abstract_inputs(objective)
-    try:
-      with jax.enable_x64(True), jax.debug_key_reuse(True):
+    with jax.enable_x64(True), jax.debug_key_reuse(True):
+      batch = jax.device_put(tiny_batch(objective.spec.loss), steps.program.batch_sharding)
+      inputs = steps.program.with_extra_inputs(batch)
+      try:
         jax.jit(step).trace(steps.program.abstract_state, inputs)
-    except jax.errors.KeyReuseError as error:
-      yield f"{name}: numbers are drawn twice from one random key: {str(error).splitlines()[0]}"
+      except jax.errors.KeyReuseError as error:
+        yield f"{name}: numbers are drawn twice from one random key: {str(error).splitlines()[0]}"
 
 
 def misplaced_states(program: Program) -> Iterator[str]:
