@@ -66,9 +66,7 @@ def trl_loss(training, trl_type, states, w_DV, batch):
   trainer = types.SimpleNamespace(
     _get_per_token_logps_and_entropies=lambda *_, **__: (own, torch.zeros_like(own), None),
     _metrics={"train": collections.defaultdict(list)},
-    accelerator=types.SimpleNamespace(
-      gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1
-    ),
+    accelerator=types.SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1),
     args=types.SimpleNamespace(
       use_bias_correction_kl=training.use_bias_correction_kl, delta=None, steps_per_generation=1
     ),
