@@ -15,11 +15,12 @@ PROMPTS = [Prompt("a", "a", [5, 6], {}, {}), Prompt("b", "b", [7], {}, {})]
 
 
 def example():
+  """Four rollouts, of which one has an answer of an environment and one a stop string."""
   rollouts = [
-    Rollout(PROMPTS[0], 1, [1, 2, 3], [True, True, True], finish_reason="length"),
-    Rollout(PROMPTS[0], 2, [1, 9], [True, True], finish_reason="stop"),
-    Rollout(PROMPTS[1], 3, [4, 8, 9], [True, False, True], finish_reason="stop"),
-    Rollout(PROMPTS[1], 4, [9], [True], finish_reason="stop"),
+    Rollout(PROMPTS[0], 1, [1, 2, 3], *[[True, True, True]] * 2, finish_reason="length"),
+    Rollout(PROMPTS[0], 2, [1, 9], [True, True], [True, False], finish_reason="stop"),
+    Rollout(PROMPTS[1], 3, [4, 8, 9], *[[True, False, True]] * 2, finish_reason="stop"),
+    Rollout(PROMPTS[1], 4, [9], *[[True]] * 2, finish_reason="stop"),
   ]
   return RolloutSet(
     num_generations=2,
@@ -42,19 +43,19 @@ def test_tokens_targets_and_weights_are_those_of_the_rollouts():
     batch.targets_BT, [[6, 1, 2, 3, 6, 1, 9, 0], [4, 8, 9, 0, 9, 0, 0, 0]]
   )
   np.testing.assert_array_equal(
-    batch.weight_BT, [[0, 1, 1, 1, 0, 1, 1, 0], [1, 0, 1, 0, 1, 0, 0, 0]]
+    batch.weight_BT, [[0, 1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 0, 0, 0]]
   )
   np.testing.assert_array_equal(
     batch.segment_BT, [[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 0, 2, 0, 0, 0]]
   )
   counted = batch.advantage_BT[batch.weight_BT > 0]
-  np.testing.assert_array_equal(counted, [1, 1, 1, -1, -1, 0.5, 0.5, -0.5])
+  np.testing.assert_array_equal(counted, [1, 1, 1, -1, 0.5, 0.5, -0.5])
   assert (batch.behaviour_BT == ON_POLICY).all()
 
 
 def test_truncated_completions_can_have_no_loss():
   batch = example().batch(SIZES, (2, 8), is_first=False, masks_truncated=True)
-  np.testing.assert_array_equal(batch.weight_BT[0], [0, 0, 0, 0, 0, 1, 1, 0])
+  np.testing.assert_array_equal(batch.weight_BT[0], [0, 0, 0, 0, 0, 1, 0, 0])
   assert (batch.behaviour_BT == np.float32(-0.25)).all()
 
 

@@ -1,5 +1,7 @@
 """Rollouts: every token is the one that a loop of forward passes of the trained model draws."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -107,3 +109,22 @@ def test_an_environment_answers_turns_whose_tokens_are_not_the_models(tmp_path):
     said = [n for n, is_own in enumerate(rollout.is_own) if not is_own]
     assert said[0] == answer.num_before
     assert [rollout.ids[n] for n in said][-1] == ord("z")
+
+
+def test_stop_strings_end_a_turn_and_have_no_loss(prompts_file):
+  """They may be of several tokens, and of tokens that verification replaces."""
+  sampler, params, prompts = open_sampler(prompts_file, 1.2, jax.devices()[:1])
+  free = sampler.sample(params, prompts, [0, 1])
+  spelled = [text[1:3] for text in free.texts if text[1:3].isascii() and len(text) > 3]
+  stop = spelled[0]
+  sampler, params, prompts = open_sampler(
+    prompts_file, 1.2, jax.devices()[:1], rollout_stop=json.dumps([stop])
+  )
+  stopped = sampler.sample(params, prompts, [0, 1])
+  assert any(text != other for text, other in zip(stopped.texts, free.texts, strict=True))
+  for rollout, text, whole in zip(stopped.rollouts, stopped.texts, free.rollouts, strict=True):
+    assert rollout.ids == whole.ids[: len(rollout.ids)]
+    assert stop not in text
+    if len(rollout.ids) < len(whole.ids) or not all(rollout.has_loss):
+      assert rollout.finish_reason == "stop"
+      assert rollout.has_loss == [True] * (len(rollout.ids) - 2) + [False] * 2
