@@ -204,7 +204,6 @@ def stop_after_3(folder):
   assert "stopped by SIGTERM" in output
 
 
-@pytest.mark.slow
 def test_resuming_an_interrupted_ensemble_is_bitwise_exact(root, fused):
   whole, *_ = fused
   folder = root / "interrupted"
