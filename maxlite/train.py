@@ -4,6 +4,7 @@ import gc
 import sys
 
 from maxlite.config import main_config
+from maxlite.config.rules.rollout_rules import has_rollouts
 from maxlite.config.schema import flatten
 from maxlite.config.values import EPOCH_KEYS
 from maxlite.errors import exit_on_user_error
@@ -26,6 +27,10 @@ def main() -> int:
 
     check_resumed_data(cfg, folder)
     check_model_folders(cfg, is_new=not folder.config.exists())
+    if has_rollouts(cfg):
+      from maxlite.rollouts.rewards import Rewards  # imports NumPy
+
+      Rewards(cfg.rollouts)
   # Imports JAX: only after the command line is checked.
   from maxlite.runs.open_run import join_hosts
 

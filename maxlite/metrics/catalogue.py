@@ -20,7 +20,7 @@ METRICS: dict[str, Metric] = {
   "unix_seconds": Metric("s", "Time of the row since 1970, UTC; only in metrics.jsonl."),
   "loss": Metric(
     "nats per token",
-    "Mean cross-entropy of the step's tokens; of DPO, per pair.",
+    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss.",
     "learning/lm_loss",
   ),
   "total_loss": Metric(
@@ -46,6 +46,25 @@ METRICS: dict[str, Metric] = {
   ),
   "logps/chosen": Metric("nats", "DPO: mean log probability of the chosen answers."),
   "logps/rejected": Metric("nats", "DPO: mean log probability of the rejected answers."),
+  "entropy": Metric("nats per token", "GRPO: mean entropy of the policy at the tokens."),
+  "clip_fraction": Metric("share", "GRPO: tokens whose ratio has reached its bound."),
+  "approx_kl": Metric(
+    "nats per token", "GRPO: divergence from the policy that wrote the rollouts."
+  ),
+  "kl": Metric("nats per token", "GRPO: divergence from the reference, with grpo_beta."),
+  "reward": Metric("1", "Mean reward of the completions.", "rewards/overall"),
+  "reward/*": Metric("1", "Mean of one reward function, without its weight, if there are several."),
+  "reward_std": Metric("1", "Mean deviation of the rewards within a group."),
+  "silent_groups": Metric("share", "Groups of equal rewards, which have no gradient."),
+  "completion_length": Metric("tokens", "Mean length of the completions."),
+  "truncated_share": Metric("share", "Completions that reached max_completion_length."),
+  "rollout_agreement": Metric(
+    "share", "Tokens of the engine that the trained program would have drawn too."
+  ),
+  "rollout_rounds": Metric("passes", "Passes of verification until all tokens were drawn."),
+  "generation_seconds": Metric("s", "Time in which the engine wrote the rollouts."),
+  "verification_seconds": Metric("s", "Time of verification, with what was written again."),
+  "reward_seconds": Metric("s", "Time of the reward functions."),
   "learning_rate": Metric("1", "Learning rate of the step.", "learning/current_learning_rate"),
   "grad_norm": Metric("1", "Norm of all gradients, before clipping.", "learning/raw_grad_norm"),
   "skipped": Metric("steps", "Steps so far without an update, as a value was not finite."),

@@ -12,7 +12,7 @@ from maxlite.config.schema import flatten
 from maxlite.config.start_model import require_weights_fit, start_values
 from maxlite.config.values import suggest
 from maxlite.errors import UserError
-from maxlite.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.registry import TAUGHT_LOSSES, has_reference
 from maxlite.storage.file_io import read_json_object
 
 
@@ -89,12 +89,12 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
 
 
 def reference_folders(cfg: Config) -> list[ModelFolder]:
-  """The reference model of a preference loss; empty if it is in no folder, or no loss reads it.
+  """The reference model of a loss; empty if it is in no folder, or no loss reads it.
 
   Raises:
     UserError: there is no such folder, it is an ensemble, or its model has another vocabulary.
   """
-  if not any(loss in PREFERENCE_LOSSES for loss in losses_of(cfg)):
+  if not any(has_reference(loss, cfg.training) for loss in losses_of(cfg)):
     return []
   key = "reference_path"
   path = cfg.training.reference_path

@@ -9,13 +9,18 @@ from maxlite.config.rules.violation import (
   ensemble_key,
 )
 from maxlite.config.schema import DEFAULTS, Config, flatten
-from maxlite.config.schema.training_config import PREFERENCE_KEYS, TEACHER_KEYS
+from maxlite.config.schema.training_config import (
+  PREFERENCE_KEYS,
+  REFERENCE_KEYS,
+  TEACHER_KEYS,
+)
 from maxlite.registry import (
   DRAFT_LOSSES,
   OPTIMIZERS,
   PREFERENCE_LOSSES,
   SOURCES,
   TAUGHT_LOSSES,
+  has_reference,
 )
 
 
@@ -135,7 +140,7 @@ def multi_token_prediction(cfg: Config) -> Violations:
       ["mtp_num_layers", "max_target_length"],
       f"rows are shorter; write mtp_num_layers={limit}",
     )
-  if any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     yield Violation(
       ["mtp_num_layers", "loss_type"],
       "these layers would also learn the rejected answers; write mtp_num_layers=0, also in "
@@ -186,7 +191,7 @@ def teacher(cfg: Config) -> Violations:
   """The rules of loss `distill`."""
   training = cfg.training
   raw_phases = cfg.phasing.phases
-  if not any(loss in TAUGHT_LOSSES for loss in _losses(cfg)):
+  if not any(loss in TAUGHT_LOSSES for loss in losses(cfg)):
     for name in changed_keys(cfg, TEACHER_KEYS):
       yield Violation(
         [name, "loss_type"],
@@ -218,7 +223,7 @@ def teacher(cfg: Config) -> Violations:
     )
 
 
-def _losses(cfg: Config) -> list[Raw]:
+def losses(cfg: Config) -> list[Raw]:
   """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
   losses = [phase.get("loss", loss_type) for phase in cfg.phasing.phases]
@@ -228,27 +233,20 @@ def _losses(cfg: Config) -> list[Raw]:
 def preference(cfg: Config) -> Violations:
   """The rules of loss `dpo`."""
   training = cfg.training
-  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if not any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     for name in changed_keys(cfg, PREFERENCE_KEYS):
       yield Violation(
         [name, "loss_type"],
         f"is only read by loss dpo; write loss_type=dpo, or {name}={show(DEFAULTS[name])}",
       )
   yield from _pairs(cfg)
-  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if not any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     return
   own_ensemble_key = ensemble_key(cfg.ensemble)
   if own_ensemble_key:
     yield Violation(
       ["loss_type", own_ensemble_key],
       "members have no reference model; train solo runs, or write loss_type=next_token",
-    )
-  has_adapters_only = cfg.model.lora.lora_rank > 0 and bool(cfg.phasing.phases)
-  if not training.reference_path and not has_adapters_only:
-    yield Violation(
-      ["loss_type", "reference_path"],
-      "needs a reference model; write reference_path=FOLDER of what training starts from, or "
-      "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
     )
   if cfg.model.mtp_num_layers and training.mtp_loss_scaling_factor:
     yield Violation(
@@ -261,6 +259,25 @@ def preference(cfg: Config) -> Violations:
     yield Violation(
       ["sequence_length_schedule", "loss_type"],
       "would cut pairs; write sequence_length_schedule=[]",
+    )
+
+
+def reference(cfg: Config) -> Violations:
+  """The rules on the reference model of a loss."""
+  training = cfg.training
+  if not any(has_reference(str(loss), training) for loss in losses(cfg)):
+    for name in changed_keys(cfg, REFERENCE_KEYS):
+      yield Violation(
+        [name, "loss_type"],
+        f"is only read by loss dpo, and by loss grpo with grpo_beta; write one, or {name}=''",
+      )
+    return
+  has_adapters_only = cfg.model.lora.lora_rank > 0 and bool(cfg.phasing.phases)
+  if not training.reference_path and not has_adapters_only:
+    yield Violation(
+      ["loss_type", "reference_path"],
+      "needs a reference model; write reference_path=FOLDER of what training starts from, or "
+      "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
     )
 
 
@@ -291,4 +308,5 @@ TRAINING_RULES = (
   local_updates,
   teacher,
   preference,
+  reference,
 )

@@ -9,7 +9,9 @@ from maxlite.config.schema.data_config import SCHEDULE_KEYS, DataConfig
 from maxlite.config.schema.model_config import ModelConfig
 from maxlite.config.schema.run_config import RunConfig
 from maxlite.config.schema.training_config import (
+  POLICY_KEYS,
   PREFERENCE_KEYS,
+  REFERENCE_KEYS,
   TEACHER_KEYS,
   OptimizerConfig,
   PhasesConfig,
@@ -21,6 +23,8 @@ MAX_MEMBERS = 4096
 SOURCE_FORM = "{name: NAME, path: [FILES], weight: 1}"
 _RULE = "{log_uniform: [low, high]} (for learning rates), {uniform: [low, high]} or {choice: [...]}"
 SEARCH_FORM = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
+# Keys of training that need another model, or rollouts.
+_OF_OTHER_MODELS = (*TEACHER_KEYS, *PREFERENCE_KEYS, *REFERENCE_KEYS, *POLICY_KEYS)
 # Keys of data, or their beginnings, that apply to the whole run.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
@@ -111,9 +115,7 @@ class MemberEntry:
   optimizer: OptimizerConfig = inherit(
     OptimizerConfig(), _keys(OptimizerConfig(), ["pbt_hyperparameters"])
   )
-  training: TrainingConfig = inherit(
-    TrainingConfig(), _keys(TrainingConfig(), [*TEACHER_KEYS, *PREFERENCE_KEYS])
-  )
+  training: TrainingConfig = inherit(TrainingConfig(), _keys(TrainingConfig(), _OF_OTHER_MODELS))
   phasing: PhasesConfig = inherit(PhasesConfig(), ["phases", "initial_phases"])
 
 

@@ -1,12 +1,12 @@
-"""Preference losses: the frozen reference model, which runs on the model's mesh in its step.
+"""The frozen reference model of a loss, which runs on the model's mesh in its step.
 
 It is the model of a folder, whose parameters are inputs of the step, or the trained model without
-its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, and
-evaluates them on held-out pairs.
+its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, which
+it evaluates on held-out pairs, and to losses of rollouts that stay near a reference.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 
@@ -17,13 +17,12 @@ from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, parameter_sizes, train_flops
 from maxlite.models import Decoder
 from maxlite.optim.labels import Labels, trained_paths
-from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES, has_reference
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.feature import EvalStep, Feature, FeatureRequest
 from maxlite.training.features.frozen_models import FrozenModels
-from maxlite.training.loss import DecoderLoss, Hidden, Sums, run_forward
+from maxlite.training.loss import DecoderLoss, Hidden, run_forward
 from maxlite.training.model_folders import reference_folders
-from maxlite.training.preference_loss import count_pairs
 from maxlite.training.spec import ObjectiveSpec, StepSpec
 
 REFERENCE = "reference"  # The name of the parameters among the inputs of a step.
@@ -65,7 +64,7 @@ class Reference(Feature):
     return self._folder.inputs_hash
 
   def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
-    if objective.loss not in PREFERENCE_LOSSES:
+    if not has_reference(objective.loss, self._spec.training):
       return loss
     return self.add_reference(loss)
 
@@ -96,7 +95,7 @@ class Reference(Feature):
     return eval_step
 
   def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
-    if objective.loss not in PREFERENCE_LOSSES:
+    if not has_reference(objective.loss, self._spec.training):
       return 0.0
     return self.forward_flops(batch_shape)
 
@@ -109,7 +108,7 @@ class Reference(Feature):
 
 
 def build_reference(request: FeatureRequest) -> Reference:
-  """The reference of a run with a preference loss; an entry of FEATURES.
+  """The reference of a run whose loss has one; an entry of FEATURES.
 
   Raises:
     UserError: the reference is the model without adapters, and a phase trains other parameters.
@@ -121,7 +120,7 @@ def build_reference(request: FeatureRequest) -> Reference:
     folder = FrozenModels(REFERENCE, request.command, mesh, reference_folders)
     return Reference(spec, folder)
   for objective in spec.objectives:
-    if objective.loss in PREFERENCE_LOSSES and objective.train is not None:
+    if has_reference(objective.loss, spec.training) and objective.train is not None:
       _require_adapters_only(objective, request.labels[objective.name])
   return Reference(spec, None)
 
@@ -138,7 +137,7 @@ def _require_adapters_only(objective: ObjectiveSpec, labels: Labels) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLoss(DecoderLoss):
-  """A loss of pairs that compares a decoder with a frozen reference."""
+  """A loss that compares a decoder with a frozen reference."""
 
   reference: Decoder
 
@@ -158,11 +157,3 @@ class ReferenceLoss(DecoderLoss):
     model = self.reference.clone(sharder=self.model.sharder)
     result = run_forward(model, reference_params, batch, None, drafts=False)
     return own.replace(teachers=(jax.lax.stop_gradient(result),))
-
-  def linearization_point(
-    self, zeros: Sums, batch: DeviceBatch, sum_batch: Callable[[], Sums]
-  ) -> Sums:
-    """Count also the pairs; the loss is linear in their other sums."""
-    totals = super().linearization_point(zeros, batch, sum_batch)
-    assert totals.pairs is not None, "a loss without pairs"
-    return totals.replace(pairs=totals.pairs.replace(pairs=count_pairs(batch)))
