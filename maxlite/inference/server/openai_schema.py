@@ -13,13 +13,14 @@ from typing import Any
 from maxlite.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
+from maxlite.inference.scoring import MAX_TOP
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 JsonObject = dict[str, Any]
 Message = JsonObject  # {"role": ..., "content": ..., ...}
 
-# Parameters that clients send but that are not supported, with the values that have no effect; null
-# has none either.
+# Parameters that clients send but that are not supported, here or for text completion, with the
+# values that have no effect; null has none either.
 NEUTRAL: dict[str, tuple[object, ...]] = {
   "audio": (),
   "best_of": (1,),
@@ -28,9 +29,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
   "function_call": ("none", "auto"),
   "functions": ([],),
   "logit_bias": ({},),
-  "logprobs": (False,),
   "modalities": (["text"],),
-  "n": (1,),
   "parallel_tool_calls": (True, False),
   "prediction": (),
   "presence_penalty": (0,),
@@ -85,6 +84,13 @@ class CompletionRequest:
     stream: whether the response is a stream of chunks.
     include_usage: whether a stream ends with a chunk of token counts.
     template_variables: variables for the chat template, such as `enable_thinking`.
+    num_choices: completions per prompt.
+    num_top: log-probabilities of the completions, with so many of the most likely tokens; None:
+      none at all.
+    num_prompt_top: as `num_top`, of the prompts.
+    echo: whether a completion begins with its prompt.
+    return_token_ids: whether the answer has the ids of prompts and completions.
+    tokens_as_ids: whether log-probabilities name tokens by their ids.
   """
 
   prompts: tuple[Prompt, ...]
@@ -96,6 +102,18 @@ class CompletionRequest:
   stream: bool
   include_usage: bool
   template_variables: JsonObject
+  num_choices: int
+  num_top: int | None
+  num_prompt_top: int | None
+  echo: bool
+  return_token_ids: bool
+  tokens_as_ids: bool
+
+  @property
+  def max_num_top(self) -> int | None:
+    """The most likely tokens that are needed per position; None if nothing is scored."""
+    given = [number for number in (self.num_top, self.num_prompt_top) if number is not None]
+    return max(given, default=None)
 
   def generation_request(self, tokens: list[int], max_tokens: int, n: int) -> GenerationRequest:
     """The request to the engine for the n-th completion, whose prompt is `tokens`."""
@@ -153,6 +171,9 @@ def parse_request(
     if limit is not None:
       max_tokens = _integer(name, limit)
   options = _take_object(given, "stream_options")
+  variables: JsonObject = {}
+  if is_chat:
+    variables = _take_template_variables(given)
   request = CompletionRequest(
     prompts=prompts,
     messages=messages,
@@ -162,8 +183,21 @@ def parse_request(
     stop_strings=_parse_stop(given.pop("stop", None)),
     stream=_boolean("stream", given.pop("stream", None)),
     include_usage=_boolean("include_usage", options.pop("include_usage", None)),
-    template_variables=_take_template_variables(given) if is_chat else {},
+    template_variables=variables,
+    num_choices=_take_count(given, "n"),
+    num_top=_take_num_top(given, is_chat=is_chat),
+    num_prompt_top=_take_top(given, "prompt_logprobs"),
+    echo=not is_chat and _boolean("echo", given.pop("echo", None)),
+    return_token_ids=_boolean("return_token_ids", given.pop("return_token_ids", None)),
+    tokens_as_ids=_boolean(
+      "return_tokens_as_token_ids",
+      given.pop("return_tokens_as_token_ids", None),
+    ),
   )
+  if request.stream and request.num_prompt_top is not None:
+    raise UserError("prompt_logprobs needs stream=false")
+  if request.max_tokens == 0 and not request.echo and request.num_prompt_top is None:
+    raise UserError("max_tokens=0 needs echo=true or prompt_logprobs; write max_tokens=1 or more")
   for name, value in given.items():
     _require_neutral(name, value, NEUTRAL)
   for name, value in options.items():
@@ -182,12 +216,57 @@ def _take_object(given: JsonObject, name: str) -> JsonObject:
 
 
 def _take_template_variables(given: JsonObject) -> JsonObject:
-  """Remove `chat_template_kwargs` from `given` and return it."""
+  """Remove `chat_template_kwargs`, `tools` and `response_format` from `given` and return them."""
   variables = _take_object(given, "chat_template_kwargs")
   for name in _SET_VARIABLES:
     if name in variables:
       raise UserError(f"chat_template_kwargs has {name}, which the server sets; leave it out")
+  tools = given.pop("tools", None)
+  if tools is None:
+    tools = []
+  if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    raise UserError('tools must be a list of {"type": "function", "function": {...}}')
+  choice = given.pop("tool_choice", None)
+  if choice not in (None, "none", "auto"):
+    raise UserError(f"tool_choice={choice} is not supported; write auto or none")
+  if tools and choice != "none":
+    variables["tools"] = tools
+  answer_format = _take_object(given, "response_format")
+  if answer_format and answer_format != {"type": "text"}:
+    variables["response_format"] = answer_format
   return variables
+
+
+def _take_num_top(given: JsonObject, *, is_chat: bool) -> int | None:
+  """Remove `logprobs` and `top_logprobs` from `given`: the most likely tokens; None: no scores."""
+  if not is_chat:
+    if given.get("logprobs") is False:
+      del given["logprobs"]
+    return _take_top(given, "logprobs")
+  is_scored = _boolean("logprobs", given.pop("logprobs", None))
+  num_top = _take_top(given, "top_logprobs") or 0
+  if num_top and not is_scored:
+    raise UserError(f"top_logprobs={num_top} needs logprobs=true")
+  return num_top if is_scored else None
+
+
+def _take_top(given: JsonObject, name: str) -> int | None:
+  """Remove a number of most likely tokens from `given` and return it."""
+  value = given.pop(name, None)
+  if value is None:
+    return None
+  number = _integer(name, value)
+  if not 0 <= number <= MAX_TOP:
+    raise UserError(f"{name}={number} must be from 0 to {MAX_TOP}")
+  return number
+
+
+def _take_count(given: JsonObject, name: str) -> int:
+  value = given.pop(name, None)
+  number = 1 if value is None else _integer(name, value)
+  if number < 1:
+    raise UserError(f"{name}={number} must be 1 or more")
+  return number
 
 
 def _take_sampling(given: JsonObject) -> SamplingParams:
@@ -241,7 +320,7 @@ def _require_neutral(name: str, value: object, known: Mapping[str, tuple[object,
   if name not in known:
     raise UserError(f"{name} is not a known parameter")
   for neutral in (None, *known[name]):
-    # In Python 0 equals False, but logprobs=0 requests log-probabilities, logprobs=false does not.
+    # In Python 0 equals False.
     if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
       return
   raise UserError(f"{name}={value} is not supported; leave it out")
@@ -284,16 +363,21 @@ class ResponseSchema:
       kind = "chat.completion"
     return self._head | {"object": kind, "choices": choices}
 
-  def choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
-    """The completion number `index`; finish_reason "" becomes null."""
-    choice = self._empty_choice(index, finish_reason)
+  def choice(self, index: int, text: str, finish_reason: str, details: JsonObject) -> JsonObject:
+    """The completion number `index`, with `details` such as log-probabilities."""
+    choice = self._empty_choice(index, finish_reason) | details
     if self._is_chat:
       return choice | {"message": {"role": "assistant", "content": text}}
     return choice | {"text": text}
 
-  def chunk_choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
-    """What a chunk adds to `choice`: new text, and in the first chunk the role."""
-    choice = self._empty_choice(index, finish_reason)
+  def chunk_choice(
+    self, index: int, text: str, finish_reason: str, details: JsonObject
+  ) -> JsonObject:
+    """What a chunk adds to `choice`: new text, and in the first chunk the role.
+
+    The `finish_reason` of all but the last chunk is "", which becomes null.
+    """
+    choice = self._empty_choice(index, finish_reason) | details
     if not self._is_chat:
       return choice | {"text": text}
     delta = {"content": text}

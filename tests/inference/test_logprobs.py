@@ -1,0 +1,274 @@
+"""Log-probabilities, token ids and prompts in answers are those of the model's forward pass."""
+
+import json
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+import tiny_engine as tiny
+from tiny_server import TEMPLATE, Letters, ask, served
+
+from maxlite.data.tokenizer import ByteTokenizer
+from maxlite.inference.batcher import Batcher
+from maxlite.inference.scoring import TokenScore
+from maxlite.inference.server.engine_thread import EngineThread
+from maxlite.inference.server.logprobs import Logprobs
+from maxlite.models import Decoder
+
+PROMPT = [0, 9, 8, 7]
+TOOLS_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + TEMPLATE
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def service(two_rows):
+  thread = EngineThread(Batcher(two_rows), queue_size=30)
+  with thread.running() as engine_thread, served(engine_thread) as service:
+    yield service
+
+
+@pytest.fixture(scope="module")
+def chat_service(service):
+  with served(service[1], TOOLS_TEMPLATE) as chat_service:
+    yield chat_service
+
+
+@pytest.fixture(scope="module")
+def log_probs(greedy):
+  """A function from tokens to log_p_TV of the token after each, by the model of training."""
+  model = Decoder(tiny.config_of(), tiny.sharder_of())
+  apply = jax.jit(model.apply)
+
+  def of(tokens):
+    token_BT = np.zeros((1, tiny.MAX_LENGTH), np.int32)
+    token_BT[0, : len(tokens)] = tokens
+    logits_BTV = apply({"params": greedy.params}, token_BT)
+    return np.asarray(jax.nn.log_softmax(logits_BTV[0, : len(tokens)]))
+
+  return of
+
+
+def post(service, path="completions", **params):
+  status, text = ask(service, f"/v1/{path}", params)
+  assert status == 200, text
+  return json.loads(text)
+
+
+def refused(service, path="completions", **params):
+  status, text = ask(service, f"/v1/{path}", params)
+  assert status == 400, text
+  return json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("length", [2, 20])
+def test_scores_are_those_of_the_forward_pass(two_rows, log_probs, length):
+  tokens = np.random.default_rng(0).integers(48, size=length).tolist()
+  first, *scores = two_rows.score(tokens, 3)
+  assert first is None
+  log_p_TV = log_probs(tokens)
+  for score, token, log_p_V in zip(scores, tokens[1:], log_p_TV, strict=False):
+    order = np.argsort(-log_p_V)
+    assert score.token == token
+    np.testing.assert_allclose(score.log_prob, log_p_V[token], **CLOSE)
+    assert order[score.rank - 1] == token
+    assert [top for top, _ in score.top] == order[: len(score.top)].tolist()
+    np.testing.assert_allclose([log_p for _, log_p in score.top], log_p_V[order[:20]], **CLOSE)
+  assert len(scores) == length - 1
+
+
+def test_a_completion_has_its_ids_and_their_log_probabilities(service, log_probs, two_rows):
+  options = {"logprobs": 2, "return_token_ids": True, "temperature": 1.5, "seed": 4}
+  answer = post(service, prompt=PROMPT, max_tokens=12, n=3, **options)
+  choices = answer["choices"]
+  assert [choice["index"] for choice in choices] == [0, 1, 2]
+  for seed, choice in enumerate(choices, 4):
+    again = post(service, prompt=PROMPT, max_tokens=12, temperature=1.5, seed=seed)["choices"][0]
+    assert choice["text"] == again["text"]
+    assert choice["prompt_token_ids"] == PROMPT
+    ids = choice["token_ids"]
+    text = Letters().decode([i for i in ids if i not in two_rows.stop_token_ids])
+    assert choice["text"] == text
+    assert (ids[-1] in two_rows.stop_token_ids) == (choice["finish_reason"] == "stop")
+    logprobs = choice["logprobs"]
+    log_p_TV = log_probs(PROMPT + ids)[len(PROMPT) - 1 : -1]
+    expected = log_p_TV[np.arange(len(ids)), ids]
+    np.testing.assert_allclose(logprobs["token_logprobs"], expected, **CLOSE)
+    assert "".join(logprobs["tokens"]).startswith(text)
+    assert logprobs["text_offset"] == list(range(len(ids)))
+    for n, (name, top) in enumerate(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)):
+      assert top[name] == logprobs["token_logprobs"][n]
+      assert 2 <= len(top) <= 3
+      np.testing.assert_allclose(sorted(top.values())[-2:], np.sort(log_p_TV[n])[-2:], **CLOSE)
+  lengths = [len(choice["token_ids"]) for choice in choices]
+  assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+  assert answer["usage"]["completion_tokens"] == sum(lengths)
+
+
+def test_an_echo_begins_with_the_prompt(service, log_probs):
+  prompts = [[1, 2, 3], [0, 4]]
+  answer = post(service, prompt=prompts, max_tokens=1, echo=True, logprobs=1, temperature=0)
+  for prompt, choice in zip(prompts, answer["choices"], strict=True):
+    assert choice["text"].startswith(Letters().decode(prompt))
+    logprobs = choice["logprobs"]
+    assert [logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]] == [None, None]
+    assert len(logprobs["tokens"]) == len(prompt) + 1
+    log_p_TV = log_probs(prompt)
+    expected = log_p_TV[np.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(logprobs["token_logprobs"][1:-1], expected, **CLOSE)
+    assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
+  (choice,) = post(service, prompt="hey", max_tokens=1, echo=True, temperature=0)["choices"]
+  assert choice["text"].startswith("hey")
+
+
+def test_prompts_are_scored_without_a_completion(service, log_probs):
+  answer = post(service, prompt=PROMPT, max_tokens=0, echo=True, prompt_logprobs=2)
+  (choice,) = answer["choices"]
+  assert (choice["text"], choice["finish_reason"]) == (Letters().decode(PROMPT), "length")
+  assert answer["usage"]["completion_tokens"] == 0
+  first, *positions = choice["prompt_logprobs"]
+  assert first is None
+  for token, position, log_p_V in zip(PROMPT[1:], positions, log_probs(PROMPT), strict=False):
+    order = np.argsort(-log_p_V).tolist()
+    assert position.keys() == {str(i) for i in (*order[:2], token)}
+    for i, entry in position.items():
+      np.testing.assert_allclose(entry["logprob"], log_p_V[int(i)], **CLOSE)
+      assert order[entry["rank"] - 1] == int(i)
+      spelling = {0: "^", 47: "$"}.get(int(i), Letters().decode([int(i)]))
+      assert entry["decoded_token"] == spelling
+  assert "max_tokens=0 needs echo=true" in refused(service, prompt=PROMPT, max_tokens=0)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_an_answer_in_a_chat_has_its_ids_and_their_log_probabilities(chat_service, log_probs):
+  params = {"messages": MESSAGES, "max_tokens": 6, "n": 2, "seed": 1, "return_token_ids": True}
+  logprobs = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0}
+  answer = post(chat_service, "chat/completions", **params, **logprobs)
+  prompt = answer["prompt_token_ids"]
+  assert prompt == Letters().encode_with_offsets("^uhi$a")[0].tolist()
+  log_p_TV = log_probs(prompt)
+  found = [list(position.values()) for position in answer["prompt_logprobs"][1:]]
+  assert [len(entries) for entries in found] == [1] * (len(prompt) - 1)
+  expected = log_p_TV[np.arange(len(prompt) - 1), prompt[1:]]
+  np.testing.assert_allclose([entry["logprob"] for (entry,) in found], expected, **CLOSE)
+  for choice in answer["choices"]:
+    ids = choice["token_ids"]
+    log_p_TV = log_probs(prompt + ids)[len(prompt) - 1 : -1]
+    content = choice["logprobs"]["content"]
+    expected = log_p_TV[np.arange(len(ids)), ids]
+    np.testing.assert_allclose([entry["logprob"] for entry in content], expected, **CLOSE)
+    for entry, log_p_V in zip(content, log_p_TV, strict=True):
+      assert bytes(entry["bytes"]).decode() == entry["token"]
+      top = [other["logprob"] for other in entry["top_logprobs"]]
+      np.testing.assert_allclose(top, -np.sort(-log_p_V)[:2], **CLOSE)
+
+
+def test_a_stream_ends_with_what_a_whole_answer_has(chat_service):
+  params = {"messages": MESSAGES, "max_tokens": 6, "seed": 1, "return_token_ids": True}
+  params |= {"logprobs": True, "top_logprobs": 1}
+  whole = post(chat_service, "chat/completions", **params)
+  status, text = ask(chat_service, "/v1/chat/completions", params | {"stream": True})
+  assert status == 200
+  *pieces, last = [json.loads(event[6:])["choices"][0] for event in text.split("\n\n")[:-2]]
+  assert [piece["logprobs"] for piece in pieces] == [None] * len(pieces)
+  (choice,) = whole["choices"]
+  for name in ("logprobs", "token_ids", "finish_reason"):
+    assert last[name] == choice[name]
+  assert last["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_tools_and_formats_reach_the_template_or_are_refused(chat_service, service):
+  tools = [{"type": "function", "function": {"name": "add"}}]
+  params = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+  plain = post(chat_service, "chat/completions", **params)["prompt_token_ids"]
+  given = post(chat_service, "chat/completions", **params, tools=tools)["prompt_token_ids"]
+  assert given == Letters().encode(b"add").tolist() + plain
+  none = params | {"tools": tools, "tool_choice": "none"}
+  assert post(chat_service, "chat/completions", **none)["prompt_token_ids"] == plain
+  answer_format = {"type": "json_object"}
+  message = refused(chat_service, "chat/completions", **params, response_format=answer_format)
+  assert "template does not print response_format" in message
+  for name, value in {"tools": tools, "response_format": answer_format}.items():
+    message = refused(service, "chat/completions", **params, **{name: value})
+    assert message == f"{name} needs a model with a chat template; leave it out"
+  assert "tool_choice=required is not supported" in refused(
+    chat_service, "chat/completions", **params, tools=tools, tool_choice="required"
+  )
+
+
+@pytest.mark.parametrize(
+  ("params", "message"),
+  [
+    ({"prompt": "a", "logprobs": 21}, "logprobs=21 must be from 0 to 20"),
+    ({"prompt": "a", "logprobs": True}, "logprobs=True must be an integer"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs=-1 must be from 0"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs needs stream=false"),
+    ({"prompt": "a", "n": 0}, "n=0 must be 1 or more"),
+    ({"prompt": "a", "n": 40}, "40 prompts are more than the 32"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+    ({"messages": MESSAGES, "logprobs": 2}, "logprobs must be true or false"),
+    ({"messages": MESSAGES, "tools": {}}, "tools must be a list"),
+    ({"messages": MESSAGES, "tools": [1]}, "tools must be a list"),
+  ],
+  ids=str,
+)
+def test_invalid_requests_for_scores_are_named(chat_service, params, message):
+  path = "chat/completions" if "messages" in params else "completions"
+  assert message in refused(chat_service, path, **params)
+
+
+def test_a_failing_forward_pass_is_an_error_and_the_next_one_works(service, two_rows, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(two_rows, "_score", None)
+    status, text = ask(service, "/v1/completions", {"prompt": PROMPT, "logprobs": 1})
+  assert status == 500
+  assert "log-probabilities failed" in text
+  assert post(service, prompt=PROMPT, logprobs=1)["choices"][0]["logprobs"]
+
+
+def scored(tokens, top):
+  """Scores of bytes, each with the two most likely tokens `top`."""
+  scores = [None]
+  for token in tokens[1:]:
+    scores.append(TokenScore(token, -3.0, 3, [(top[0], -1.0), (top[1], -2.0)]))
+  return scores
+
+
+def test_tokens_without_a_text_are_named_by_their_ids():
+  tokens = [256, *"aé!".encode(), 257]
+  logprobs = Logprobs(ByteTokenizer(""), tokens, scored(tokens, (97, 195)), as_ids=False)
+  found = logprobs.of_completion(0, 2)
+  bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+  assert found["tokens"] == [bos, "a", "token_id:195", "token_id:169", "!", eos]
+  assert found["text_offset"] == [0, 0, 1, 1, 2, 3]
+  assert found["top_logprobs"][4] == {"a": -1.0, "token_id:195": -2.0, "!": -3.0}
+  as_ids = Logprobs(ByteTokenizer(""), tokens, scored(tokens, (97, 195)), as_ids=True)
+  assert as_ids.of_completion(1, 0)["tokens"] == [f"token_id:{token}" for token in tokens[1:]]
+  content = logprobs.of_chat(1, 0)["content"]
+  assert [entry["bytes"] for entry in content[:2]] == [[97], None]
+
+
+class Ambiguous(ByteTokenizer):
+  """Decodes the tokens 1 and 97 to the same text."""
+
+  def decode(self, ids):
+    return super().decode([97 if i == 1 else i for i in ids])
+
+
+def test_names_tell_tokens_with_equal_texts_apart():
+  tokens = [256, 1, 97]
+  found = Logprobs(Ambiguous(""), tokens, scored(tokens, (97, 98)), as_ids=False).of_completion(
+    1, 2
+  )
+  assert found["tokens"] == ["token_id:1", "a"]
+  assert found["top_logprobs"][0] == {"a": -1.0, "b": -2.0, "token_id:1": -3.0}
+
+
+def test_offsets_begin_each_token_where_the_last_ended():
+  tokens = [256, *b"to be"]
+  found = Logprobs(ByteTokenizer(""), tokens, scored(tokens, (1, 2)), as_ids=False)
+  answer = found.of_completion(1, 0)
+  for name, (start, stop) in zip(answer["tokens"], pairwise(answer["text_offset"]), strict=False):
+    assert stop - start == len(name)
