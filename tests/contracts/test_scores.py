@@ -10,6 +10,7 @@ from maxlite.config.model_families import MODELS
 from maxlite.inference.engine import Engine
 from maxlite.inference.inference_params import inference_model, inference_params
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
 LENGTHS = (3, 19)  # the longer one is padded to 24, past every window
 FAST = ("gpt_oss", "qwen3_5")  # experts, windows and sinks; a recurrence
 

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 import tiny_engine as tiny
+import tokenizers
 from tiny_server import TEMPLATE, Letters, ask, served
 
 from maxlite.data.tokenizer import ByteTokenizer
 from maxlite.inference.batcher import Batcher
+from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.scoring import TokenScore
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.inference.server.logprobs import Logprobs
@@ -272,3 +274,50 @@ def test_offsets_begin_each_token_where_the_last_ended():
   answer = found.of_completion(1, 0)
   for name, (start, stop) in zip(answer["tokens"], pairwise(answer["text_offset"]), strict=False):
     assert stop - start == len(name)
+
+
+@pytest.fixture
+def letters_folder(tmp_path):
+  """A folder of Hugging Face with the tokens of `Letters`."""
+  vocabulary = {Letters().decode([i]): i for i in range(Letters.size)}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="A"))
+  letter = tokenizers.Regex(".")
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(letter, "isolated")
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "p", "bos_token": "A"}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  return tmp_path
+
+
+def test_lm_eval_scores_and_completes_by_the_server(service, log_probs, letters_folder, two_rows):
+  pytest.importorskip("lm_eval", reason="needs the extra `lm_eval`")
+  pytest.importorskip("transformers", reason="needs the extra `hf`")
+  from lm_eval.api.instance import Instance
+  from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+  lm = LocalCompletionsAPI(
+    base_url=f"http://127.0.0.1:{service[0]}/v1/completions",
+    model="tiny",
+    tokenizer=str(letters_folder),
+    max_length=tiny.MAX_LENGTH - 1,
+  )
+  pairs = [("BCD", "EF"), ("BC", "K"), ("HELLOHELLO", "OOOOOO")]
+  best = [Letters().decode([np.argmax(log_probs([1, 2])[-1])])]
+  pairs.append(("BC", best[0]))
+  asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+  for (context, continuation), (found, is_greedy) in zip(
+    pairs, lm.loglikelihood(asked, disable_tqdm=True), strict=True
+  ):
+    tokens = [ord(letter) - ord("A") for letter in context + continuation]
+    log_p_TV = log_probs(tokens)[len(context) - 1 : -1]
+    targets = tokens[len(context) :]
+    expected = log_p_TV[np.arange(len(targets)), targets].sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert is_greedy == (log_p_TV.argmax(-1).tolist() == targets)
+  assert is_greedy
+  options = {"until": [], "max_gen_toks": 5, "do_sample": False, "temperature": 0}
+  (text,) = lm.generate_until([Instance("generate_until", {}, ("BCD", options), 0)], True)
+  request = GenerationRequest([1, 2, 3], 5, tiny.GREEDY)
+  ((ids, _),) = tiny.completions_of(two_rows, [request])
+  assert text == Letters().decode(ids)
