@@ -1,6 +1,8 @@
 """Log-probabilities, token ids and prompts in answers are those of the model's forward pass."""
 
+import asyncio
 import json
+import types
 from itertools import pairwise
 
 import jax
@@ -200,6 +202,60 @@ def test_tools_and_formats_reach_the_template_or_are_refused(chat_service, servi
   )
 
 
+SAMPLING = {"max_tokens": 6, "temperature": 1.5, "seed": 4, "top_k": -1, "logprobs": 1}
+
+
+def test_tokens_are_answered_by_tokens(service):
+  whole = post(service, prompt=PROMPT, return_token_ids=True, **SAMPLING)["choices"][0]
+  sampling = SAMPLING | {"skip_special_tokens": False, "stop_token_ids": [], "prompt_logprobs": 0}
+  body = {"model": "tiny", "token_ids": PROMPT, "cache_salt": "1", "sampling_params": sampling}
+  status, text = ask(service, "/inference/v1/generate", body)
+  assert status == 200, text
+  answer = json.loads(text)
+  (choice,) = answer["choices"]
+  assert choice["token_ids"] == whole["token_ids"]
+  assert choice["finish_reason"] == whole["finish_reason"]
+  content = choice["logprobs"]["content"]
+  assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in whole["token_ids"]]
+  assert [entry["logprob"] for entry in content] == whole["logprobs"]["token_logprobs"]
+  assert answer["prompt_token_ids"] == PROMPT
+  assert len(answer["prompt_logprobs"]) == len(PROMPT)
+  assert "text" not in choice
+  assert answer["request_id"]
+
+
+def test_further_stop_tokens_end_a_completion(service):
+  params = {"prompt": PROMPT, "return_token_ids": True, **SAMPLING}
+  ids = post(service, **params)["choices"][0]["token_ids"]
+  stop = ids[2]
+  assert stop not in ids[:2]
+  (choice,) = post(service, **params, stop_token_ids=[stop, 46])["choices"]
+  assert (choice["token_ids"], choice["finish_reason"]) == (ids[:3], "stop")
+  assert choice["text"] == Letters().decode(ids[:2])
+  assert len(choice["logprobs"]["tokens"]) == 3
+
+
+@pytest.mark.parametrize(
+  ("body", "message"),
+  [
+    ({}, "token_ids must be a list of tokens"),
+    ({"token_ids": "a"}, "token_ids must be a list of tokens"),
+    ({"token_ids": [[1]]}, "token_ids must be a list of tokens"),
+    ({"token_ids": [99]}, "token 99 is outside of the model's vocab_size=48"),
+    ({"token_ids": [1], "stream": True}, "stream=true is not supported"),
+    ({"token_ids": [1], "sampling_params": {"prompt": "a"}}, "sampling_params has prompt"),
+    ({"token_ids": [1], "sampling_params": {"echo": True}}, "echo=True is not supported"),
+    ({"token_ids": [1], "sampling_params": {"best": 1}}, "best is not a known parameter"),
+    ({"token_ids": [1], "sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be"),
+  ],
+  ids=str,
+)
+def test_invalid_requests_of_tokens_are_named(service, body, message):
+  status, text = ask(service, "/inference/v1/generate", body)
+  assert status == 400, text
+  assert message in json.loads(text)["error"]["message"]
+
+
 @pytest.mark.parametrize(
   ("params", "message"),
   [
@@ -321,3 +377,43 @@ def test_lm_eval_scores_and_completes_by_the_server(service, log_probs, letters_
   request = GenerationRequest([1, 2, 3], 5, tiny.GREEDY)
   ((ids, _),) = tiny.completions_of(two_rows, [request])
   assert text == Letters().decode(ids)
+
+
+class PlainRenderer:
+  """The part of a renderer that `generate` of the client of verifiers calls."""
+
+  supports_tools = False
+
+  def get_stop_token_ids(self):
+    return [Letters.eos, 46]
+
+  def parse_response(self, token_ids, **_others):
+    text = Letters().decode(token_ids)
+    return types.SimpleNamespace(
+      content=text, reasoning_content=None, tool_calls=[], reasoning_complete=True
+    )
+
+
+def test_the_client_of_verifiers_gets_tokens_for_tokens(service, log_probs):
+  client = pytest.importorskip("renderers.client", reason="needs the extra `verifiers`")
+  openai = pytest.importorskip("openai", reason="needs the package openai")
+
+  async def generate():
+    url = f"http://127.0.0.1:{service[0]}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as openai_client:
+      return await client.generate(
+        client=openai_client,
+        renderer=PlainRenderer(),
+        messages=[],
+        model="tiny",
+        prompt_ids=PROMPT,
+        sampling_params={"max_tokens": 6, "seed": 4, "temperature": 1.5},
+      )
+
+  answer = asyncio.run(generate())
+  ids = answer["completion_ids"]
+  assert answer["finish_reason"] in ("stop", "length")
+  assert len(ids) == answer["usage"]["completion_tokens"] > 1
+  log_p_TV = log_probs(PROMPT + ids)[len(PROMPT) - 1 : -1]
+  expected = log_p_TV[np.arange(len(ids)), ids]
+  np.testing.assert_allclose(answer["completion_logprobs"], expected, **CLOSE)

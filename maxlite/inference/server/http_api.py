@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from maxlite.data.tokenizer import Tokenizer, encode_prompt
 from maxlite.errors import UserError
-from maxlite.inference.batcher import LENGTH, TokenEvent
+from maxlite.inference.batcher import LENGTH, STOP, TokenEvent
 from maxlite.inference.detokenizer import Detokenizer, NewText
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
@@ -31,6 +31,7 @@ from maxlite.inference.server.engine_thread import EngineThread, Event, OnEvent,
 from maxlite.inference.server.logprobs import Logprobs
 from maxlite.inference.server.openai_schema import (
   CompletionRequest,
+  Endpoint,
   JsonObject,
   Prompt,
   ResponseSchema,
@@ -79,6 +80,7 @@ class _Completion:
   request: GenerationRequest
   detokenizer: Detokenizer
   text: str  # at first the prompt, if it is echoed
+  stop_token_ids: Sequence[int]  # in addition to the engine's
   has_tokens: bool = True  # else only the prompt is scored
   finish_reason: str = ""
   tokens: list[int] = dataclasses.field(default_factory=list)  # with a stop token
@@ -94,6 +96,8 @@ class _Completion:
     token = event.stop_token if event.token is None else event.token
     assert token is not None
     self.tokens.append(token)
+    if token in self.stop_token_ids:
+      event = TokenEvent(self.request, None, STOP, stop_token=token)
     new = self.detokenizer.push(event)
     self.text += new.text
     return new
@@ -149,10 +153,17 @@ class Api:
 
   def build_app(self, hosts: Sequence[str]) -> Starlette:
     """Build the ASGI application, which accepts requests to `hosts`; `*`: any."""
-    paths = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+    endpoints = {
+      "/v1/completions": Endpoint.COMPLETIONS,
+      "/v1/chat/completions": Endpoint.CHAT,
+      "/inference/v1/generate": Endpoint.TOKENS,
+    }
+    paths = ("/", "/health", "/metrics", "/v1/models", *endpoints)
     page = (files("maxlite.inference.server") / "page.html").read_text("utf-8")
-    completions = functools.partial(self._respond, is_chat=False)
-    chat = functools.partial(self._respond, is_chat=True)
+    completions = []
+    for path, endpoint in endpoints.items():
+      respond = functools.partial(self._respond, endpoint=endpoint)
+      completions.append(Route(path, respond, methods=["POST"]))
     return Starlette(
       routes=[
         Route("/", lambda _: HTMLResponse(page)),
@@ -160,8 +171,7 @@ class Api:
         Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
         Route("/v1/models/{name:path}", self._model),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        *completions,
       ],
       middleware=[
         Middleware(CountRequests, metrics=self._measured, paths=paths),
@@ -202,16 +212,17 @@ class Api:
       "created": self._start,
       "owned_by": "maxlite",
       "has_chat_template": self._chat_prompt is not None,
+      "max_model_len": self._max_length,
     }
 
-  async def _respond(self, http: Request, is_chat: bool) -> Response:
+  async def _respond(self, http: Request, endpoint: Endpoint) -> Response:
     self._require_key(http)
     received: _Queue = asyncio.Queue()
     body = await _read_json(http, self._max_body_bytes)
     async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
-      request, completions = await asyncio.to_thread(self._parse, body, is_chat)
+      request, completions = await asyncio.to_thread(self._parse, body, endpoint)
     self._submit(completions, received)
-    schema = ResponseSchema(self._name, is_chat)
+    schema = ResponseSchema(self._name, endpoint)
     pieces = self._pieces(request, completions, received)
     cancel = functools.partial(self._cancel, completions)
     if request.stream:
@@ -225,29 +236,30 @@ class Api:
       watching.cancel()
       cancel()
     choices: list[JsonObject] = []
-    of_chat: JsonObject = {}
+    of_prompt: JsonObject = {}
     for index, each in enumerate(completions):
       details = each.details
-      if is_chat:  # whose choices have one prompt
-        of_chat = each.prompt_details
-      else:
+      if endpoint is Endpoint.COMPLETIONS:
         details = details | each.prompt_details
+      else:  # all choices have one prompt
+        of_prompt = each.prompt_details
       choices.append(schema.choice(index, each.text, each.finish_reason, details))
-    return JSONResponse(schema.response(choices) | of_chat | _usage(completions))
+    return JSONResponse(schema.response(choices) | of_prompt | _usage(completions))
 
   def _cancel(self, completions: list[_Completion]) -> None:
     requests = [completion.request for completion in completions]
     self._engine_thread.cancel(*requests)
 
-  def _parse(self, body: object, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
+  def _parse(self, body: object, endpoint: Endpoint) -> tuple[CompletionRequest, list[_Completion]]:
     """Parse the body of a request, and tokenize its prompts."""
     max_tokens = None
+    is_chat = endpoint is Endpoint.CHAT
     if not is_chat:
       max_tokens = _DEFAULT_MAX_TOKENS
     request = openai_schema.parse_request(
       body,
       model=self._name,
-      is_chat=is_chat,
+      endpoint=endpoint,
       max_tokens=max_tokens,
     )
     self._engine_thread.check_number(max(len(request.prompts), 1) * request.num_choices)
@@ -279,7 +291,9 @@ class Api:
         seeded = request.generation_request(prompt, max_tokens or 1, len(completions))
         self._engine_thread.check(seeded)
         detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
-        completions.append(_Completion(seeded, detokenizer, echoed, max_tokens > 0))
+        completion = _Completion(seeded, detokenizer, echoed, request.stop_token_ids)
+        completion.has_tokens = max_tokens > 0
+        completions.append(completion)
     return request, completions
 
   def _tokens(self, prompt: Prompt) -> list[int]:
@@ -361,7 +375,7 @@ class Api:
       if request.num_prompt_top is not None:
         of_prompt = logprobs.of_prompt(len(prompt), request.num_prompt_top)
         completion.prompt_details["prompt_logprobs"] = of_prompt
-      if request.num_top is not None and request.messages:
+      if request.num_top is not None and request.endpoint is not Endpoint.COMPLETIONS:
         completion.details["logprobs"] = logprobs.of_chat(len(prompt), request.num_top)
       elif request.num_top is not None:
         first = 0 if request.echo else len(prompt)
