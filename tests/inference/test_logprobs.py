@@ -347,7 +347,7 @@ def letters_folder(tmp_path):
 
 
 def test_lm_eval_scores_and_completes_by_the_server(service, log_probs, letters_folder, two_rows):
-  pytest.importorskip("lm_eval", reason="needs the extra `lm_eval`")
+  pytest.importorskip("lm_eval.api.instance", reason="needs the extra `lm_eval`")
   pytest.importorskip("transformers", reason="needs the extra `hf`")
   from lm_eval.api.instance import Instance
   from lm_eval.models.openai_completions import LocalCompletionsAPI
