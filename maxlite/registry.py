@@ -427,9 +427,29 @@ DRAFT_LOSSES = Registry(
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.features.teacher:DISTILL")
+TAUGHT_LOSSES = Registry(
+  Entry,
+  distill="maxlite.training.features.teacher:DISTILL",
+  on_policy_distill="maxlite.training.on_policy_distill:ON_POLICY_DISTILL",
+)
 PREFERENCE_LOSSES = Registry(Entry, dpo="maxlite.training.preference_loss:DPO")
-ROLLOUT_LOSSES = Registry(Entry, grpo="maxlite.training.policy_loss:GRPO")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutLossEntry(Entry):
+  """A loss of rollouts."""
+
+  # It compares the rewards of completions.
+  has_rewards: bool = True
+
+
+ROLLOUT_LOSSES = Registry(
+  RolloutLossEntry,
+  grpo="maxlite.training.policy_loss:GRPO",
+  on_policy_distill=RolloutLossEntry(
+    "maxlite.training.on_policy_distill:ON_POLICY_DISTILL", has_rewards=False
+  ),
+)
 RUN_LOSSES: Mapping[str, Implementation] = ChainMap(
   ROLLOUT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
 )
@@ -466,9 +486,11 @@ def _has_loss_of(losses: Mapping[str, Implementation]) -> Callable[[Any], bool]:
   return lambda spec: any(objective.loss in losses for objective in spec.objectives)
 
 
-def has_reference(loss: str, training: Any) -> bool:
-  """Whether a loss, with this TrainingConfig, compares the model with a reference."""
-  return loss in PREFERENCE_LOSSES or (loss in ROLLOUT_LOSSES and training.grpo_beta > 0)
+def has_reference(loss: str, grpo_beta: float) -> bool:
+  """Whether a loss compares the model with a reference."""
+  if loss in ROLLOUT_LOSSES and ROLLOUT_LOSSES.entry(loss).has_rewards:
+    return grpo_beta > 0
+  return loss in PREFERENCE_LOSSES
 
 
 # The innermost first.
@@ -491,12 +513,32 @@ FEATURES = Registry(
   ),
   reference=FeatureEntry(
     "maxlite.training.features.reference:build_reference",
-    is_used=lambda spec: any(has_reference(each.loss, spec.training) for each in spec.objectives),
+    is_used=lambda spec: any(
+      has_reference(each.loss, spec.training.grpo_beta) for each in spec.objectives
+    ),
   ),
   rollouts=FeatureEntry("maxlite.rollouts.feature:Rollouts", is_used=_has_loss_of(ROLLOUT_LOSSES)),
   overflow_replay=FeatureEntry(
     "maxlite.training.features.overflow_replay:build_overflow_replay",
     is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationEntry(Entry):
+  """What a run evaluates: (Config, Program, DataLoader) -> Evaluation (runs/evaluations.py)."""
+
+  # (Config) -> whether a run evaluates it; its file is opened only then.
+  is_used: Callable[[Any], bool] = lambda cfg: True
+
+
+EVALUATIONS = Registry(
+  EvaluationEntry,
+  held_out="maxlite.evaluation.held_out:build_evaluation",
+  tasks=EvaluationEntry(
+    "maxlite.rollouts.eval_tasks:build_evaluation",
+    is_used=lambda cfg: bool(cfg.observe.eval_tasks),
   ),
 )
 

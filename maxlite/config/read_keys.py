@@ -27,6 +27,7 @@ from maxlite.config.schema import (
   MeshConfig,
   ModelConfig,
   PlanConfig,
+  RolloutConfig,
   SectionClass,
   ServeConfig,
   TokenizerConfig,
@@ -74,9 +75,15 @@ READ_KEYS: dict[str, set[str]] = {
   | _MESH
   | _keys_of(HostsConfig)
   | (_keys_of(DataConfig) - _TRAINING_DATA)
-  | {"eval_steps", "eval_documents", "logits_chunk_tokens", "loss_type"}
+  | {"eval_steps", "eval_documents", "eval_tasks", "rollout_batch_size"}
+  | {"logits_chunk_tokens", "loss_type"}
   | {"reference_path", "dpo_beta", "dpo_label_smoothing"},
   "maxlite.generate": _INFERENCE | _keys_of(GenerateConfig),
+  "maxlite.rollout": _INFERENCE
+  | _keys_of(HostsConfig, RolloutConfig)
+  | {"loss_type", "dataset_type", "dataset_path", "dataset_mixture", "data_columns", "on_bad_row"}
+  | {"max_prefill_predict_length", "rollout_temperature", "max_completion_length", "phases"}
+  | {"global_batch_size", "per_device_batch_size", "init_weights_seed", "output_path"},
   "maxlite.serve": _INFERENCE
   | _keys_of(ServeConfig)
   | {"decode_batch_size", "num_speculative_tokens"},

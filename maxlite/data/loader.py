@@ -283,6 +283,11 @@ class PromptStream:
     self._num_taken += 1
     return self._prompts(rows)
 
+  def all(self) -> list[Prompt]:
+    """The prompts of an epoch, in the order of their files."""
+    source = self._data.source.train
+    return [cast(Prompt, source[row]) for row in range(len(source))]
+
   def latest(self) -> list[Prompt]:
     """The set that was taken last."""
     last = self._data.schedule.first_row(self._num_taken)

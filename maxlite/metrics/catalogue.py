@@ -20,7 +20,8 @@ METRICS: dict[str, Metric] = {
   "unix_seconds": Metric("s", "Time of the row since 1970, UTC; only in metrics.jsonl."),
   "loss": Metric(
     "nats per token",
-    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss.",
+    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss; of "
+    "on-policy distillation, the divergence from the teacher.",
     "learning/lm_loss",
   ),
   "total_loss": Metric(
@@ -47,6 +48,9 @@ METRICS: dict[str, Metric] = {
   "logps/chosen": Metric("nats", "DPO: mean log probability of the chosen answers."),
   "logps/rejected": Metric("nats", "DPO: mean log probability of the rejected answers."),
   "entropy": Metric("nats per token", "GRPO: mean entropy of the policy at the tokens."),
+  "sampled_entropy": Metric(
+    "nats per token", "On-policy distillation: entropy of the student, as its tokens have it."
+  ),
   "clip_fraction": Metric("share", "GRPO: tokens whose ratio has reached its bound."),
   "approx_kl": Metric(
     "nats per token", "GRPO: divergence from the policy that wrote the rollouts."
@@ -96,6 +100,8 @@ METRICS: dict[str, Metric] = {
   "phase": Metric("index", "The phase of the step, from 0 in the order of `phases`."),
   "eval_loss": Metric("nats per token", "Held-out loss; of DPO, per pair.", "eval/avg_loss"),
   "eval_bits_per_byte": Metric("bits per byte", "Held-out loss by the bytes of the text."),
+  "eval_task/*": Metric("1", "Mean reward of a task of eval_tasks over its prompts."),
+  "eval_task_stderr/*": Metric("1", "Standard error of this mean."),
   "eval_tokens": Metric("tokens", "Held-out tokens, or pairs of DPO.", "eval/total_weights"),
   "eval_acceptance_*": Metric(
     "share",

@@ -14,6 +14,7 @@ from maxlite.data.tokenizer import open_tokenizer
 from maxlite.data.train_streams import TrainStreams
 from maxlite.metrics.writers import JsonlWriter
 from maxlite.registry import ROLLOUT_LOSSES
+from maxlite.rollouts.rewards import check_rewards
 from maxlite.rollouts.rollout_set import RolloutSet
 from maxlite.rollouts.sampler import RolloutSampler
 from maxlite.runs.saved_run import run_folder
@@ -32,6 +33,7 @@ class RolloutTrainer(Trainer):
 
   def __init__(self, cfg: Config, program: Program, state: TrainState):
     super().__init__(cfg, program, state)
+    check_rewards(cfg.rollouts, [each.loss for each in program.spec.objectives])
     self._objectives = {each.name: each for each in program.objectives}
     self._samplers: dict[str, RolloutSampler] = {}
     # The rollouts of the latest step, and the steps taken on them.
@@ -80,7 +82,7 @@ class RolloutTrainer(Trainer):
     seed = [self.cfg.run.init_weights_seed, prompts.num_taken]
     rollouts = sampler.sample(self.state.params, next(prompts), seed)
     if self._file is not None:
-      for row in rollouts.rows(self._step, sampler.reward_names, sampler.sizes, sampler.spell):
+      for row in sampler.rows(rollouts, self._step):
         self._file.write(row)
       self._file.flush()
     return rollouts
@@ -90,7 +92,13 @@ class RolloutTrainer(Trainer):
     metrics: dict[str, PyTree] = dict(super().step(inputs))
     if self._rollouts is not None:
       metrics.update(self._rollouts.row)
+      if self._num_steps == 1:
+        metrics.update(self._rollouts.seconds)
     return metrics
+
+  def close(self) -> None:
+    if self._file is not None:
+      self._file.close()
 
   def _sampler(self, objective: Objective) -> RolloutSampler:
     """The sampler of an objective."""

@@ -8,7 +8,7 @@ field of the lines is a list too, with None where a line lacks it.
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -16,25 +16,33 @@ from maxlite.config.plugins import import_function
 from maxlite.config.schema import RolloutConfig
 from maxlite.data.sources.prompts import Prompt
 from maxlite.errors import UserError
-from maxlite.registry import REWARDS
+from maxlite.registry import REWARDS, ROLLOUT_LOSSES
 from maxlite.storage.json_values import Json
 
 Reward = Callable[..., Sequence[float]]
+
+
+def check_rewards(cfg: RolloutConfig, losses: Iterable[str]) -> None:
+  """Raise UserError unless losses that need rewards have them, and all can be imported."""
+  has_rewards = any(
+    loss in ROLLOUT_LOSSES and ROLLOUT_LOSSES.entry(loss).has_rewards for loss in losses
+  )
+  if has_rewards and not cfg.reward_functions:
+    raise UserError(
+      "completions need rewards: write reward_functions=[equal_answer], or another of "
+      f"{', '.join(REWARDS)}, or [FILE.py:FUNCTION]"
+    )
+  Rewards(cfg)
 
 
 class Rewards:
   """The reward functions of a config, by name in its order.
 
   Raises:
-    UserError: there is none, or one cannot be imported.
+    UserError: one cannot be imported, or there are not as many weights.
   """
 
   def __init__(self, cfg: RolloutConfig) -> None:
-    if not cfg.reward_functions:
-      raise UserError(
-        "completions need rewards: write reward_functions=[equal_answer], or another of "
-        f"{', '.join(REWARDS)}, or [FILE.py:FUNCTION]"
-      )
     if cfg.reward_weights and len(cfg.reward_weights) != len(cfg.reward_functions):
       raise UserError(
         f"reward_weights={list(cfg.reward_weights)} for {len(cfg.reward_functions)} functions: "
@@ -61,7 +69,7 @@ class Rewards:
     for name, function in zip(self.names, self._functions, strict=True):
       values = self._call(name, function, [prompt.text for prompt in prompts], completions, columns)
       rewards.append(_checked(name, values, prompts, completions))
-    return np.stack(rewards, axis=1)
+    return np.reshape(rewards, (len(rewards), len(completions))).T
 
   def _call(
     self,

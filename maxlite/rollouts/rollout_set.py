@@ -1,6 +1,5 @@
 """The rollouts of one or several steps, with their rewards and advantages."""
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,8 @@ class RolloutSet(NamedTuple):
     reward_NR: the value of each reward function, without its weight.
     advantage_N: the advantages.
     log_prob_BT: of the targets of the batch when they were written [nats].
-    row: metrics of the set.
+    row: metrics of the set, for each step on it.
+    seconds: times of the set, for the first step on it.
   """
 
   num_generations: int
@@ -33,6 +33,7 @@ class RolloutSet(NamedTuple):
   advantage_N: np.ndarray
   log_prob_BT: np.ndarray
   row: Row
+  seconds: Row
 
   def batch(
     self, sizes: RolloutSizes, shape: tuple[int, int], *, is_first: bool, masks_truncated: bool
@@ -52,43 +53,6 @@ class RolloutSet(NamedTuple):
       if masks_truncated and rollout.is_truncated:
         batch.weight_BT[span] = 0
     return batch
-
-  def rows(
-    self,
-    step: int,
-    reward_names: Sequence[str],
-    sizes: RolloutSizes,
-    spell: Callable[[Sequence[int]], list[str]],
-  ) -> Iterator[JsonObject]:
-    """Yield what is written to the run's folder: a row per prompt.
-
-    Args:
-      spell: the text of each token.
-    """
-    completions: list[JsonObject] = []
-    for n, rollout in enumerate(self.rollouts):
-      log_probs = self.log_prob_BT[rollout_span(n, rollout, sizes)]
-      completions.append(
-        {
-          "text": self.texts[n],
-          "tokens": spell(rollout.ids),
-          "log_probs": [round(float(value), 4) for value in log_probs],
-          "is_own": list(map(int, rollout.is_own)),
-          "rewards": dict(zip(reward_names, self.reward_NR[n].tolist(), strict=True)),
-          "advantage": float(self.advantage_N[n]),
-          "finish_reason": rollout.finish_reason,
-          "replaced_gaps": rollout.gaps,
-        }
-      )
-      if len(completions) == self.num_generations:
-        prompt = rollout.prompt
-        yield {
-          "step": step,
-          "place": prompt.place,
-          "prompt": prompt.text,
-          "completions": completions,
-        }
-        completions = []
 
   def to_json(self) -> JsonObject:
     """What `from_json` needs to continue with the rollouts."""
@@ -124,4 +88,5 @@ class RolloutSet(NamedTuple):
       advantage_N=np.asarray(value["advantages"]),
       log_prob_BT=np.asarray(value["log_probs"], np.float32),
       row=value["row"],
+      seconds={},
     )

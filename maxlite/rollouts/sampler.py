@@ -1,39 +1,30 @@
 """Sets of rollouts: written by the engine, verified by the trained program, and rewarded."""
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
-from maxlite.config.plugins import import_function
 from maxlite.config.rollouts import RolloutSizes
 from maxlite.config.schema import Config
-from maxlite.data.sources.chat import ChatEncoder, check_messages
-from maxlite.data.sources.chat_template import Message
+from maxlite.data.sources.chat import ChatEncoder
 from maxlite.data.sources.prompts import Prompt
-from maxlite.data.tokenizer import ChatTokenizer, Tokenizer
-from maxlite.distributed.object_collectives import all_gather_object
+from maxlite.data.tokenizer import Tokenizer
 from maxlite.errors import UserError
-from maxlite.inference.batcher import STOP, Batcher, TokenEvent
-from maxlite.inference.detokenizer import Detokenizer
-from maxlite.inference.engine import Engine, GenerationRequest
-from maxlite.inference.inference_params import inference_model, inference_params
-from maxlite.inference.sampling import SamplingParams
 from maxlite.metrics.step_row import Row
 from maxlite.registry import ADVANTAGES
+from maxlite.rollouts.process_0 import reward_completions
 from maxlite.rollouts.rewards import Rewards
-from maxlite.rollouts.rollout import Answer, Rollout
+from maxlite.rollouts.rollout import Rollout
 from maxlite.rollouts.rollout_set import RolloutSet
 from maxlite.rollouts.verification import Verifier, place_rollouts, rollout_span
+from maxlite.rollouts.writer import RolloutWriter
 from maxlite.sharding.pytree import PyTree
-from maxlite.storage.json_values import Json, JsonObject
+from maxlite.storage.json_values import JsonObject
 from maxlite.training.program import Program
 
 # Passes of verification, each of which settles a token more of every rollout at least.
 MAX_ROUNDS = 100
-_NO_REQUEST = GenerationRequest((), 0)  # Of tokens that are only converted to text.
 
 
 class RolloutSampler:
@@ -64,18 +55,23 @@ class RolloutSampler:
     self._program = program
     self.sizes = sizes
     self._shape = batch_shape
-    self._tokenizer = tokenizer
-    self._chat = chat
     self._rewards = Rewards(cfg.rollouts)
     self.reward_names = self._rewards.names
-    self._environment: Callable[[list[Message]], Sequence[Message] | None] | None = None
-    if cfg.rollouts.rollout_environment:
-      self._environment = import_function("rollout_environment", cfg.rollouts.rollout_environment)
-    self._stop_token_ids = tuple(tokenizer.stop_token_ids)
-    if chat is not None:
-      self._stop_token_ids = tuple(chat.stop_token_ids)
-    self._convert = jax.jit(functools.partial(inference_params, cfg.model))
-    self._engine: Engine | None = None
+    self.reward_weights = self._rewards.weight_R
+    num_rows = cfg.rollouts.rollout_batch_size
+    if num_rows == -1:
+      num_rows = sizes.num_prompts * cfg.rollouts.num_generations
+    self.writer = RolloutWriter(
+      cfg,
+      program.sharder,
+      tokenizer,
+      chat,
+      num_rows=num_rows,
+      prompt_length=sizes.prompt,
+      completion_length=sizes.completion,
+      temperature=cfg.training.rollout_temperature,
+      environment=cfg.rollouts.rollout_environment,
+    )
     self._verifier = Verifier(program, batch_shape)
 
   def sample(self, params: PyTree, prompts: Sequence[Prompt], seed: Sequence[int]) -> RolloutSet:
@@ -94,124 +90,48 @@ class RolloutSampler:
     for n, one in enumerate(seeds.tolist()):
       rollouts.append(Rollout(prompts[n // num_generations], one))
     start = time.perf_counter()
-    self._load(params)
-    self._write(rollouts)
+    self.writer.load(params)
+    self.writer.write(rollouts)
     generation_seconds = time.perf_counter() - start
     num_tokens = sum(rollout.num_own for rollout in rollouts)
     num_replaced, num_rounds, log_prob_BT = self._verify(params, rollouts)
-    assert self._engine is not None
-    self._engine.unload()
+    self.writer.unload()
     verification_seconds = time.perf_counter() - start - generation_seconds
-    row: Row = {
-      "generation_seconds": generation_seconds,
-      "verification_seconds": verification_seconds,
-    }
+    row: Row = {}
     if num_rounds:
       row["rollout_agreement"] = 1 - num_replaced / max(num_tokens, 1)
       row["rollout_rounds"] = num_rounds
-    texts = [self._text(rollout.ids, rollout.prompt.ids) for rollout in rollouts]
+    texts = self.writer.texts(rollouts)
     start = time.perf_counter()
-    reward_NR = self._reward(rollouts, texts)
-    row["reward_seconds"] = time.perf_counter() - start
-    return self._build_set(rollouts, texts, reward_NR, log_prob_BT, row)
+    reward_NR = reward_completions(self._rewards, rollouts, texts)
+    seconds: Row = {
+      "generation_seconds": generation_seconds,
+      "verification_seconds": verification_seconds,
+      "reward_seconds": time.perf_counter() - start,
+    }
+    return self._build_set(rollouts, texts, reward_NR, log_prob_BT, row, seconds)
 
-  def spell(self, ids: Sequence[int]) -> list[str]:
-    """The text of each token alone; of a special token its spelling or number."""
-    special = {}
-    if isinstance(self._tokenizer, ChatTokenizer):
-      special = {token: spelling for spelling, token in self._tokenizer.special_tokens.items()}
-    return [special.get(token) or self._tokenizer.decode([token]) for token in ids]
-
-  def _load(self, params: PyTree) -> None:
-    """Give the engine the parameters."""
-    converted = self._convert(params)
-    if self._engine is not None:
-      self._engine.load(converted)
-      return
-    sharder = self._program.sharder
-    num_rows = self._cfg.rollouts.rollout_batch_size
-    if num_rows == -1:
-      num_rows = self.sizes.num_prompts * self._cfg.rollouts.num_generations
-    num_shards = sharder.num_shards("activation_batch")
-    max_length = self.sizes.prompt + self.sizes.completion
-    self._engine = Engine(
-      inference_model(self._cfg.model, sharder),
-      converted,
-      num_rows=-(-num_rows // num_shards) * num_shards,
-      max_length=max_length,
-      stop_token_ids=self._stop_token_ids,
-      # Two lengths of prompts: of the set, and of what verification has generated on from.
-      min_prompt_length=self.sizes.prompt,
-      prompt_growth=max_length,
-    )
-
-  def _write(self, rollouts: Sequence[Rollout]) -> None:
-    """Write all rollouts to their ends, turn by turn."""
-    while True:
-      for rollout in rollouts:
-        if rollout.is_turn_over and not rollout.finish_reason:
-          self._answer(rollout)
-      writing = [rollout for rollout in rollouts if not rollout.finish_reason]
-      if not writing:
-        return
-      self._write_turn(writing)
-
-  def _write_turn(self, rollouts: Sequence[Rollout]) -> None:
-    """Write the turn of the model in each of the rollouts."""
-    assert self._engine is not None
-    batcher = Batcher(self._engine)
-    sampling = SamplingParams(temperature=self._cfg.training.rollout_temperature)
-    by_request = {}
-    for rollout in rollouts:
-      request = GenerationRequest(
-        prompt=[*rollout.prompt.ids, *rollout.ids],
-        max_new_tokens=self.sizes.completion - len(rollout.ids),
-        sampling=sampling,
-        seed=rollout.seed,
-      )
-      by_request[request] = rollout
-    waiting = list(by_request)
-    while waiting or not batcher.is_idle:
-      admitted = waiting[: batcher.num_free]
-      del waiting[: len(admitted)]
-      for event in batcher.add(admitted) or batcher.step():
-        token = event.token if event.stop_token is None else event.stop_token
-        assert token is not None
-        by_request[event.request].write(token, self._stop_token_ids, self.sizes.completion)
-
-  def _answer(self, rollout: Rollout) -> None:
-    """Let the environment answer the turn that is over; without one, the rollout ends."""
-    environment = self._environment
-    if environment is None or len(rollout.answers) + 1 >= self._cfg.rollouts.rollout_turns:
-      rollout.end()
-      return
-    assert self._chat is not None
-    assert not isinstance(rollout.prompt.text, str)
-    text = self._text(rollout.turn, rollout.prompt.ids)
-    messages = [*rollout.prompt.text]
-    for answer in rollout.answers:
-      messages += [{"role": "assistant", "content": answer.text}, *answer.messages]
-    messages.append({"role": "assistant", "content": text})
-
-    def ask() -> Json:
-      try:
-        said = environment([dict(message) for message in messages])
-      except Exception as error:
-        raise UserError(
-          f"rollout_environment={self._cfg.rollouts.rollout_environment} failed for the prompt of "
-          f"{rollout.prompt.place}: {type(error).__name__}: {error}"
-        ) from error
-      return None if said is None else [dict(message) for message in said]
-
-    said = _on_process_0(ask)
-    if not said:
-      rollout.end()
-      return
-    answer = Answer(len(rollout.ids), text, check_messages(said, "rollout_environment: messages"))
-    ids = self._chat.continuation(messages, answer.messages, rollout.prompt.variables)
-    if ids and ids[0] == rollout.ids[-1]:  # the end of the turn, which the model has written
-      ids = ids[1:]
-    rollout.answer(answer, ids, self.sizes.completion)
+  def rows(self, rollouts: RolloutSet, step: int) -> Iterator[JsonObject]:
+    """Yield what is written of rollouts to a run's folder: a row per prompt."""
+    completions: list[JsonObject] = []
+    for n, rollout in enumerate(rollouts.rollouts):
+      log_probs = rollouts.log_prob_BT[rollout_span(n, rollout, self.sizes)]
+      rewards = dict(zip(self.reward_names, rollouts.reward_NR[n].tolist(), strict=True))
+      row = self.writer.row(rollout, rollouts.texts[n], rewards) | {
+        "log_probs": [round(float(value), 4) for value in log_probs],
+        "advantage": float(rollouts.advantage_N[n]),
+        "replaced_gaps": rollout.gaps,
+      }
+      completions.append(row)
+      if len(completions) == rollouts.num_generations:
+        prompt = rollout.prompt
+        yield {
+          "step": step,
+          "place": prompt.place,
+          "prompt": prompt.text,
+          "completions": completions,
+        }
+        completions = []
 
   def _verify(self, params: PyTree, rollouts: Sequence[Rollout]) -> tuple[int, int, np.ndarray]:
     """Replace tokens until all are those that the trained program draws.
@@ -237,29 +157,15 @@ class RolloutSampler:
           rollout.gaps.append(float(draws.gap_BT[span][first]))
           drawn = int(draws.token_BT[span][first])
           rollout.cut(first)
-          rollout.write(drawn, self._stop_token_ids, self.sizes.completion)
+          self.writer.add(rollout, drawn)
       if num_replaced == num_before:
         return num_replaced, num_rounds, draws.log_prob_BT
-      self._write(rollouts)
+      self.writer.write(rollouts)
     raise UserError(
       f"rollout_verification=exact: after {MAX_ROUNDS} passes tokens of the engine still differ "
       "from the trained program's: the two do not compute the same model; write "
       "rollout_verification=off, and report the config"
     )
-
-  def _text(self, ids: Sequence[int], before: Sequence[int]) -> str:
-    """The text of tokens after others."""
-    detokenizer = Detokenizer(self._tokenizer, before)
-    text = ""
-    for token in ids:
-      text += detokenizer.push(TokenEvent(_NO_REQUEST, token)).text
-    return text + detokenizer.push(TokenEvent(_NO_REQUEST, None, STOP)).text
-
-  def _reward(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> np.ndarray:
-    """reward_NR of all functions."""
-    prompts = [rollout.prompt for rollout in rollouts]
-    rewards = _on_process_0(lambda: self._rewards(prompts, texts).tolist())
-    return np.asarray(rewards, np.float64)
 
   def _build_set(
     self,
@@ -268,6 +174,7 @@ class RolloutSampler:
     reward_NR: np.ndarray,
     log_prob_BT: np.ndarray,
     row: Row,
+    seconds: Row,
   ) -> RolloutSet:
     cfg = self._cfg.rollouts
     reward_N = reward_NR @ self._rewards.weight_R
@@ -275,10 +182,13 @@ class RolloutSampler:
     reward_NG = reward_N.reshape(-1, cfg.num_generations)
     advantage_N = ADVANTAGES[cfg.advantage_estimator](reward_NG).reshape(-1)
     deviation_N = reward_NG.std(axis=1)
+    if self.reward_names:
+      row |= {
+        "reward": float(reward_N.mean()),
+        "reward_std": float(deviation_N.mean()),
+        "silent_groups": float((deviation_N == 0).mean()),
+      }
     row |= {
-      "reward": float(reward_N.mean()),
-      "reward_std": float(deviation_N.mean()),
-      "silent_groups": float((deviation_N == 0).mean()),
       "completion_length": float(np.mean([each.num_own for each in rollouts])),
       "truncated_share": float(np.mean([each.is_truncated for each in rollouts])),
     }
@@ -286,7 +196,14 @@ class RolloutSampler:
       for name, reward in zip(self._rewards.names, reward_NR.mean(axis=0), strict=True):
         row[f"reward/{name}"] = float(reward)
     return RolloutSet(
-      cfg.num_generations, rollouts, texts, reward_NR, advantage_N, log_prob_BT, row
+      num_generations=cfg.num_generations,
+      rollouts=rollouts,
+      texts=texts,
+      reward_NR=reward_NR,
+      advantage_N=advantage_N,
+      log_prob_BT=log_prob_BT,
+      row=row,
+      seconds=seconds,
     )
 
   def _overlong_penalties(self, rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -299,17 +216,3 @@ class RolloutSampler:
       return np.zeros(len(rollouts))
     length_N = np.asarray([rollout.num_own for rollout in rollouts])
     return np.clip((length_N - (self.sizes.completion - buffer)) / buffer, 0, 1)
-
-
-def _on_process_0(function: Callable[[], Json]) -> Json:
-  """Call a function of the user on process 0; all processes return its value, or its error."""
-  outcome: JsonObject = {}
-  if jax.process_index() == 0:
-    try:
-      outcome = {"value": function()}
-    except UserError as error:
-      outcome = {"error": str(error)}
-  outcome = all_gather_object(outcome)[0]
-  if "error" in outcome:
-    raise UserError(outcome["error"])
-  return outcome["value"]

@@ -12,10 +12,10 @@ from maxlite.config import Config
 from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
 from maxlite.errors import exit_on_user_error, write_line
-from maxlite.evaluation.held_out import build_evaluation
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import METRICS, open_console, read_rows
+from maxlite.runs.evaluations import build_evaluation
 from maxlite.runs.open_run import (
   first_state,
   lock_folder,
@@ -106,8 +106,10 @@ def _run(
   callbacks = [*open_callbacks(cfg, program, callbacks, writers, done + 1), PlotImport()]
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
+  trainer = open_trainer(cfg, program, state)
+  stack.callback(trainer.close)
   context = LoopContext(
-    trainer=open_trainer(cfg, program, state),
+    trainer=trainer,
     checkpoints=checkpoints,
     log=StepLog(cfg, program, writers, timer, best, callbacks, data_state),
     profiler=profiler,

@@ -153,6 +153,32 @@ def teacher_sums(
   )
 
 
+def divergence_sums(
+  student: PredictionHead,
+  teachers: Sequence[PredictionHead],
+  batch: DeviceBatch,
+  cfg: TrainingConfig,
+  sharder: Sharder,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Weighted sums of -log q(target), the squared log-partition, and a divergence of q and p [nats].
+
+  q is the student's distribution at `rollout_temperature`, p the mean distribution of the teachers.
+  With b = `gkd_beta` the divergence is KL(p || q) for b = 0, KL(q || p) for 1, and otherwise
+  b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Only q has a gradient.
+
+  Source: Agarwal et al., On-policy distillation of language models (2024), eq. 2, as in trl.
+  """
+  models = (student, *teachers)
+  return _token_sums(
+    functools.partial(_diverging, cfg.rollout_temperature, cfg.gkd_beta),
+    states=tuple(model.x_BTD for model in models),
+    rows=(batch.targets_BT, batch.weight_BT),
+    unembeddings=tuple(model.unembedding for model in models),
+    chunk_tokens=cfg.logits_chunk_tokens,
+    sharder=sharder,
+  )
+
+
 def token_log_probs(
   head: PredictionHead, targets_BT: jax.Array, chunk_tokens: int, sharder: Sharder
 ) -> TokenLogProbs:
@@ -534,3 +560,37 @@ def _taught(
   divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
   divergence = jnp.sum(weight_T.astype(divergence_T.dtype) * divergence_T)
   return nll, logits_z, divergence
+
+
+def _diverging(
+  temperature: float,
+  beta: float,
+  states: Arrays,
+  rows: Arrays,
+  heads: tuple[LocalHead, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The chunk of `divergence_sums`; the first state and head are the student's."""
+  x_TD, *teacher_states = states
+  targets_T, weight_T = rows
+  head, *teacher_heads = heads
+  logits_TV, partition_T = _logits(x_TD, head)
+  weight_T = weight_T.astype(logits_TV.dtype)
+  logits_z = jnp.sum(weight_T * jnp.square(partition_T))
+  log_q_TV = _log_softmax(logits_TV / temperature, head.vocab_axes)
+  nll = -jnp.sum(weight_T * _target_logits(log_q_TV, targets_T, head.vocab_axes))
+  log_ps = []
+  for state_TD, teacher_head in zip(teacher_states, teacher_heads, strict=True):
+    teacher_logits_TV, _ = _logits(state_TD, teacher_head)
+    log_ps.append(_log_softmax(teacher_logits_TV / temperature, head.vocab_axes))
+  log_p_TV = functools.reduce(jnp.logaddexp, log_ps) - math.log(len(log_ps))
+  log_p_TV = jax.lax.stop_gradient(log_p_TV)
+  if beta == 0:
+    excess_TV = jnp.exp(log_p_TV) * (log_p_TV - log_q_TV)
+  elif beta == 1:
+    excess_TV = jnp.exp(log_q_TV) * (log_q_TV - log_p_TV)
+  else:
+    log_m_TV = jnp.logaddexp(log_p_TV + math.log(beta), log_q_TV + math.log1p(-beta))
+    excess_TV = beta * jnp.exp(log_p_TV) * (log_p_TV - log_m_TV)
+    excess_TV += (1 - beta) * jnp.exp(log_q_TV) * (log_q_TV - log_m_TV)
+  divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
+  return nll, logits_z, jnp.sum(weight_T * divergence_T)

@@ -94,7 +94,7 @@ def reference_folders(cfg: Config) -> list[ModelFolder]:
   Raises:
     UserError: there is no such folder, it is an ensemble, or its model has another vocabulary.
   """
-  if not any(has_reference(loss, cfg.training) for loss in losses_of(cfg)):
+  if not any(has_reference(loss, cfg.training.grpo_beta) for loss in losses_of(cfg)):
     return []
   key = "reference_path"
   path = cfg.training.reference_path

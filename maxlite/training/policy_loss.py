@@ -55,11 +55,15 @@ def policy_sums(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder
   Source: Schulman, Approximating KL divergence (2020); DeepSeek-V3.2 (2025), section 3.1.
   """
   assert isinstance(batch, PolicyBatch), "a batch without advantages"
-  weight_BT = batch.weight_BT
   policy = _log_probs(hidden, batch, cfg, sharder)
   log_prob_BT = policy.log_prob_BT
+  dtype = log_prob_BT.dtype
+  weight_BT = batch.weight_BT.astype(dtype)
+  advantage_BT = batch.advantage_BT.astype(dtype)
   behaviour_BT = jnp.where(
-    batch.behaviour_BT == ON_POLICY, jax.lax.stop_gradient(log_prob_BT), batch.behaviour_BT
+    batch.behaviour_BT == ON_POLICY,
+    jax.lax.stop_gradient(log_prob_BT),
+    batch.behaviour_BT.astype(dtype),
   )
   log_ratio_BT = weight_BT * (log_prob_BT - behaviour_BT)
   ratio_BT = jnp.exp(log_ratio_BT)
@@ -71,8 +75,8 @@ def policy_sums(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder
     mean_BS = sequence_sums(log_ratio_BT, batch.segment_BT, max_sequences, sharder) / length_BS
     followed_BT = jnp.exp(gather_sequences(mean_BS, batch.segment_BT, sharder))
   high = cfg.grpo_epsilon if cfg.grpo_epsilon_high < 0 else cfg.grpo_epsilon_high
-  gain_BT = followed_BT * batch.advantage_BT
-  bounded_BT = jnp.clip(followed_BT, 1 - cfg.grpo_epsilon, 1 + high) * batch.advantage_BT
+  gain_BT = followed_BT * advantage_BT
+  bounded_BT = jnp.clip(followed_BT, 1 - cfg.grpo_epsilon, 1 + high) * advantage_BT
   loss_BT = -jnp.minimum(gain_BT, bounded_BT)
 
   reference_kl = jnp.zeros_like(loss_BT, shape=())
@@ -140,7 +144,8 @@ def _combine_policy(sums: Sums, cfg: TrainingConfig, moe: MoeConfig) -> tuple[ja
     divisor = jnp.maximum(policy.completions, 1)
   elif cfg.loss_aggregation == "constant":
     divisor = jnp.maximum(policy.completions, 1) * cfg.max_completion_length
-  total, parts = add_auxiliary_losses(policy.loss / divisor, sums, cfg, moe)
+  loss = policy.loss / divisor.astype(policy.loss.dtype)
+  total, parts = add_auxiliary_losses(loss, sums, cfg, moe)
   parts["entropy"] = policy.entropy / num_tokens
   parts["clip_fraction"] = policy.clipped / num_tokens
   parts["approx_kl"] = policy.behaviour_kl / num_tokens

@@ -53,6 +53,8 @@ OF_ROLLOUTS = {
   "kl",
   "reward",
   "reward/*",
+  "eval_task/*",
+  "eval_task_stderr/*",
   "reward_std",
   "silent_groups",
   "completion_length",
@@ -63,7 +65,7 @@ OF_ROLLOUTS = {
   "verification_seconds",
   "reward_seconds",
 }
-OTHERS = {"distill_loss", "replayed_steps", "expert_buffer_factor", *OF_ROLLOUTS}
+OTHERS = {"distill_loss", "sampled_entropy", "replayed_steps", "expert_buffer_factor", *OF_ROLLOUTS}
 
 
 def ones_of(tree, dtype=None):

@@ -12,6 +12,10 @@ from maxlite.config.schema import DEFAULTS, KEYS, Config, RolloutConfig, flatten
 from maxlite.config.schema.training_config import POLICY_KEYS
 from maxlite.registry import ROLLOUT_LOSSES, SOURCES
 
+# Keys of rollouts that losses without rewards read too, and those that only rewards need.
+_OF_ALL_LOSSES = ("rollout_temperature", "max_completion_length")
+_OF_REWARDS = ("num_iterations", "advantage_estimator", "overlong_buffer_length", "reward_weights")
+
 
 def has_rollouts(cfg: Config) -> bool:
   """Whether a loss of the run trains on what the model writes."""
@@ -23,6 +27,8 @@ def unread(cfg: Config) -> Violations:
   if has_rollouts(cfg):
     return
   settings = [name for name in flatten(RolloutConfig()) if not KEYS[name].field.runs_code]
+  if cfg.observe.eval_tasks:
+    settings.remove("rollout_batch_size")
   for name in changed_keys(cfg, [*POLICY_KEYS, *settings]):
     yield Violation(
       [name, "loss_type"],
@@ -46,7 +52,16 @@ def prompts(cfg: Config) -> Violations:
 
 def rewards(cfg: Config) -> Violations:
   """The rules on rewards and advantages."""
-  if not has_rollouts(cfg):
+  used = [str(loss) for loss in losses(cfg) if loss in ROLLOUT_LOSSES]
+  if not used:
+    return
+  if not any(ROLLOUT_LOSSES.entry(loss).has_rewards for loss in used):
+    names = [key for key in POLICY_KEYS if key not in _OF_ALL_LOSSES]
+    for name in changed_keys(cfg, [*names, *_OF_REWARDS]):
+      yield Violation(
+        [name, "loss_type"],
+        f"is read by loss grpo only; write loss_type=grpo, or {name}={show(DEFAULTS[name])}",
+      )
     return
   settings = cfg.rollouts
   if settings.num_generations == 1:

@@ -187,6 +187,25 @@ def local_updates(cfg: Config) -> Violations:
     )
 
 
+# Keys of one of the losses with a teacher.
+_ONLY_IN = {
+  "distill": ["distill_alpha", "distill_temperature", "distill_top_k"],
+  "on_policy_distill": ["gkd_beta"],
+}
+
+
+def keys_of_teachers(cfg: Config) -> Violations:
+  """Keys of one of the losses with a teacher, in a run with another."""
+  used = {str(loss) for loss in losses(cfg)}
+  for loss, keys in _ONLY_IN.items():
+    if used.isdisjoint(TAUGHT_LOSSES) or loss in used:
+      continue
+    for name in changed_keys(cfg, keys):
+      yield Violation(
+        [name, "loss_type"], f"is only read by loss {loss}; write {name}={show(DEFAULTS[name])}"
+      )
+
+
 def teacher(cfg: Config) -> Violations:
   """The rules of loss `distill`."""
   training = cfg.training
@@ -265,7 +284,7 @@ def preference(cfg: Config) -> Violations:
 def reference(cfg: Config) -> Violations:
   """The rules on the reference model of a loss."""
   training = cfg.training
-  if not any(has_reference(str(loss), training) for loss in losses(cfg)):
+  if not any(has_reference(str(loss), training.grpo_beta) for loss in losses(cfg)):
     for name in changed_keys(cfg, REFERENCE_KEYS):
       yield Violation(
         [name, "loss_type"],
@@ -306,6 +325,7 @@ TRAINING_RULES = (
   phases,
   multi_token_prediction,
   local_updates,
+  keys_of_teachers,
   teacher,
   preference,
   reference,

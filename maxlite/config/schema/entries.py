@@ -20,6 +20,7 @@ from maxlite.config.schema.training_config import (
 from maxlite.registry import LOSSES, SAMPLERS
 
 MAX_MEMBERS = 4096
+TASK_FORM = "{name: NAME, path: [FILES], reward_functions: [equal_answer]}"
 SOURCE_FORM = "{name: NAME, path: [FILES], weight: 1}"
 _RULE = "{log_uniform: [low, high]} (for learning rates), {uniform: [low, high]} or {choice: [...]}"
 SEARCH_FORM = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
@@ -105,6 +106,21 @@ class MixtureEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalTaskEntry:
+  """A task at evaluations: prompts that the model completes, and rewards of the completions."""
+
+  name: str = field("", "Name of its metrics.", required=TASK_FORM)
+  path: tuple[str, ...] = field((), "Prompts, as of dataset_type=prompts.", required=TASK_FORM)
+  reward_functions: tuple[str, ...] = field(
+    (), "Rewards, which are added, as in reward_functions.", required=TASK_FORM
+  )
+  max_new_tokens: int = field(64, "Tokens of a completion at most.", low=1)
+  num_samples: int = field(1, "Completions of each prompt.", low=1)
+  temperature: float = field(0.0, "Softmax temperature; 0: greedy.", low=0)
+  max_prompts: int = field(-1, "Prompts, the first of the files; -1: all.", low=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class MemberEntry:
   """A member of an ensemble: what distinguishes it from the others."""
 
@@ -150,4 +166,5 @@ ENTRIES: dict[str, SectionClass] = {
   "sweep": SweepEntry,
   "search": SearchEntry,
   "dataset_mixture": MixtureEntry,
+  "eval_tasks": EvalTaskEntry,
 }

@@ -53,14 +53,16 @@ class TrainingConfig:
   loss_type: str = field(
     "next_token",
     "Loss: `next_token`; `distill`, which also follows a teacher's predictions; `dpo`, direct "
-    "preference optimization, which trains on dataset_type=preference; or `grpo`, which trains on "
-    "the model's own completions of dataset_type=prompts by their rewards (docs/rl.md).",
+    "preference optimization, which trains on dataset_type=preference; `grpo`, which trains on the "
+    "model's own completions of dataset_type=prompts by their rewards; or `on_policy_distill`, "
+    "which follows a teacher on them (docs/rl.md).",
     choices=RUN_LOSSES,
   )
   teacher_path: str = field(
     "",
-    "Teacher of loss distill: a run folder, a Hugging Face folder, or the folder of an ensemble, "
-    "whose members' probabilities are averaged. Its vocabulary must be the student's.",
+    "Teacher of losses distill and on_policy_distill: a run folder, a Hugging Face folder, or the "
+    "folder of an ensemble, whose members' probabilities are averaged. Its vocabulary must be the "
+    "student's.",
   )
   teacher_members: tuple[str, ...] = field((), "Members of the teacher that are averaged; []: all.")
   distill_alpha: float = field(
@@ -68,6 +70,13 @@ class TrainingConfig:
   )
   distill_temperature: float = field(
     1.0, "Temperature of teacher and student in loss distill.", low=0
+  )
+  gkd_beta: float = field(
+    1.0,
+    "Divergence in loss on_policy_distill: 0, of the student from the teacher (forward KL); 1, of "
+    "the teacher from the student (reverse KL); between, Jensen-Shannon's.",
+    low=0,
+    high=1,
   )
   distill_top_k: int = field(
     0, "Likeliest tokens of the teacher that loss distill keeps, renormalized; 0: all.", low=0
@@ -142,7 +151,9 @@ class TrainingConfig:
 
 _TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]
 # Keys that only loss `distill` reads, only preference losses, and losses with a reference model.
-TEACHER_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_")))
+TEACHER_KEYS = tuple(
+  key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_", "gkd_"))
+)
 PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith("dpo_"))
 REFERENCE_KEYS = ("reference_path",)
 # Keys that only losses of rollouts read, beside those of `RolloutConfig`.

@@ -64,7 +64,7 @@ class Reference(Feature):
     return self._folder.inputs_hash
 
   def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
-    if not has_reference(objective.loss, self._spec.training):
+    if not has_reference(objective.loss, self._spec.training.grpo_beta):
       return loss
     return self.add_reference(loss)
 
@@ -95,7 +95,7 @@ class Reference(Feature):
     return eval_step
 
   def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
-    if not has_reference(objective.loss, self._spec.training):
+    if not has_reference(objective.loss, self._spec.training.grpo_beta):
       return 0.0
     return self.forward_flops(batch_shape)
 
@@ -120,7 +120,7 @@ def build_reference(request: FeatureRequest) -> Reference:
     folder = FrozenModels(REFERENCE, request.command, mesh, reference_folders)
     return Reference(spec, folder)
   for objective in spec.objectives:
-    if has_reference(objective.loss, spec.training) and objective.train is not None:
+    if has_reference(objective.loss, spec.training.grpo_beta) and objective.train is not None:
       _require_adapters_only(objective, request.labels[objective.name])
   return Reference(spec, None)
 

@@ -1,0 +1,171 @@
+"""Rollouts: every token is the one that a loop of forward passes of the trained model draws."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny import LENGTH, build, config_of, mesh_keys
+
+from maxlite.config.rollouts import rollout_sizes
+from maxlite.data.sources import prompts_source
+from maxlite.data.sources.chat import open_chat
+from maxlite.data.tokenizer import open_tokenizer
+from maxlite.rollouts.sampler import RolloutSampler
+
+slow = pytest.mark.slow
+PROMPTS = [{"prompt": text, "answer": "x"} for text in ("ab", "c", "", "bca")]
+KEYS = {
+  "loss_type": "grpo",
+  "dataset_type": "prompts",
+  "max_prefill_predict_length": 4,
+  "max_completion_length": 5,
+  "num_generations": 4,
+  "rollout_temperature": 1.3,
+  "reward_functions": "[equal_answer]",
+}
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+  path = tmp_path / "prompts.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+  return path
+
+
+def open_sampler(path, factor=1.0, devices=None, **keys):
+  """(sampler, parameters, prompts) of a tiny model, whose engine multiplies its parameters."""
+  cfg = config_of(**{"dataset_path": path, "decoder_block": "mixtral", **KEYS, **keys})
+  program = build(cfg, devices)
+  tokenizer = open_tokenizer(cfg.data)
+  sizes = rollout_sizes(cfg, cfg.data, program.batch_shape[0])
+  chat = open_chat(cfg.data, tokenizer)
+  sampler = RolloutSampler(cfg, program, sizes, program.batch_shape, tokenizer, chat)
+  load = sampler.writer.load
+  sampler.writer.load = lambda params: load(jax.tree.map(lambda leaf: leaf * factor, params))
+  source = prompts_source(cfg.data, cfg.model.vocab_size, path.parent)
+  prompts = [source.train[n % len(source.train)] for n in range(sizes.num_prompts)]
+  # Tiny initial weights would make all tokens equally likely.
+  params = jax.tree.map(lambda leaf: leaf * 3, program.init(3).params)
+  return sampler, params, prompts
+
+
+def assert_drawn(sampler, params, rollout):
+  """Assert that a forward pass over all tokens before draws each token of the model."""
+  program = sampler._program
+  rows = program.batch_shape[0]
+
+  @jax.jit
+  def draw(tokens_T, length, seed):
+    segment_T = (jnp.arange(LENGTH) < length).astype(jnp.int32)
+    position_T = jnp.arange(LENGTH, dtype=jnp.int32)
+    fields = [jnp.tile(x_T, (rows, 1)) for x_T in (tokens_T, segment_T, position_T)]
+    logits_BTV = program.model.apply({"params": params}, *fields)
+    logits_V = logits_BTV[0, length - 1].astype(jnp.float32)
+    key = jax.random.fold_in(jax.random.key(seed), length)
+    return jax.random.categorical(key, jax.nn.log_softmax(logits_V / 1.3))
+
+  before = list(rollout.prompt.ids)
+  for token, is_own in zip(rollout.ids, rollout.is_own, strict=True):
+    if is_own:
+      padded = np.pad(np.asarray(before, np.int32), (0, LENGTH - len(before)))
+      assert int(draw(padded, len(before), np.uint32(rollout.seed))) == token
+    before.append(token)
+  is_stopped = rollout.ids[-1] in sampler.writer.stop_token_ids
+  assert rollout.finish_reason == ("stop" if is_stopped else "length")
+
+
+@pytest.mark.parametrize(
+  ("factor", "keys"),
+  [
+    (1.0, {}),
+    (1.2, {}),
+    pytest.param(1.0, {"dtype": "bfloat16"}, marks=slow),
+    pytest.param(1.2, {"decoder_block": "deepseek"}, marks=slow),
+    pytest.param(1.2, {"decoder_block": "qwen3_next", "base_num_decoder_layers": 4}, marks=slow),
+  ],
+)
+def test_tokens_are_those_of_a_loop_of_forward_passes(prompts_file, factor, keys):
+  """Also if the engine computes another model, whose tokens are then replaced."""
+  sampler, params, prompts = open_sampler(prompts_file, factor, jax.devices()[:1], **keys)
+  rollouts = sampler.sample(params, prompts, [0, 1])
+  if "dtype" not in keys:
+    assert (rollouts.row["rollout_agreement"] < 1) == (factor != 1)
+  for rollout in rollouts.rollouts:
+    assert_drawn(sampler, params, rollout)
+  assert len({tuple(rollout.ids) for rollout in rollouts.rollouts[:4]}) > 1
+
+
+@pytest.mark.parametrize(
+  ("mesh", "size"),
+  [("expert=2", 2), pytest.param("fsdp=2 expert=4", 8, marks=slow)],
+)
+def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
+  results = []
+  for num_devices, degrees in ((1, ""), (size, mesh)):
+    keys = mesh_keys(degrees) | {"global_batch_size": 8, "sparse_matmul": "true"}
+    devices = jax.devices()[:num_devices]
+    sampler, params, prompts = open_sampler(prompts_file, 1.0, devices, **keys)
+    results.append(sampler.sample(jax.device_get(params), prompts, [0, 1]))
+  one, sharded = results
+  assert [each.ids for each in sharded.rollouts] == [each.ids for each in one.rollouts]
+  np.testing.assert_allclose(sharded.log_prob_BT, one.log_prob_BT, atol=1e-5)
+
+
+def test_unverified_tokens_are_those_of_the_engine(prompts_file):
+  sampler, params, prompts = open_sampler(
+    prompts_file, 1.2, jax.devices()[:1], rollout_verification="off"
+  )
+  rollouts = sampler.sample(params, prompts, [0, 1])
+  assert "rollout_agreement" not in rollouts.row
+  differing = 0
+  for rollout in rollouts.rollouts:
+    try:
+      assert_drawn(sampler, params, rollout)
+    except AssertionError:
+      differing += 1
+  assert differing
+
+
+ENVIRONMENT = """
+def answer(messages):
+  assert messages[-1]["role"] == "assistant"
+  if len(messages) > 2:
+    return None
+  return [{"role": "user", "content": "z"}]
+"""
+TEMPLATE = (
+  "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+  "{% endfor %}"
+)
+
+
+def test_an_environment_answers_turns_whose_tokens_are_not_the_models(tmp_path):
+  """Tokens are not encoded again: those of the first turn stay as they were drawn."""
+  path = tmp_path / "prompts.jsonl"
+  path.write_text('{"prompt": [{"role": "user", "content": "ab"}]}\n')
+  (tmp_path / "environment_of_tests.py").write_text(ENVIRONMENT)
+  (tmp_path / "template.jinja").write_text(TEMPLATE)
+  sampler, params, prompts = open_sampler(
+    path,
+    1.2,
+    jax.devices()[:1],
+    chat_template_path=tmp_path / "template.jinja",
+    rollout_environment=f"{tmp_path}/environment_of_tests.py:answer",
+    max_completion_length=12,
+    max_prefill_predict_length=5,
+    global_batch_size=4,
+    reward_functions="[]",
+  )
+  sampler.writer.stop_token_ids = tuple(range(100, 264))  # so that turns end
+  rollouts = sampler.sample(params, prompts, [0, 1]).rollouts
+  answered = [each for each in rollouts if each.answers]
+  assert answered
+  for rollout in rollouts:
+    assert_drawn(sampler, params, rollout)
+  for rollout in answered:
+    (answer,) = rollout.answers
+    said = [n for n, is_own in enumerate(rollout.is_own) if not is_own]
+    assert said[0] == answer.num_before
+    assert [rollout.ids[n] for n in said][-1] == ord("z")
