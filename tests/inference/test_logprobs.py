@@ -123,6 +123,9 @@ def test_an_echo_begins_with_the_prompt(service, log_probs):
     assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
   (choice,) = post(service, prompt="hey", max_tokens=1, echo=True, temperature=0)["choices"]
   assert choice["text"].startswith("hey")
+  (choice,) = post(service, prompt="a\ud800", max_tokens=0, echo=True)["choices"]
+  assert choice["text"] == "a?"
+  assert "token 99 is outside" in refused(service, prompt=[99], max_tokens=0, echo=True)
 
 
 def test_prompts_are_scored_without_a_completion(service, log_probs):

@@ -79,9 +79,9 @@ class _Completion:
 
   request: GenerationRequest
   detokenizer: Detokenizer
-  text: str  # at first the prompt, if it is echoed
   stop_token_ids: Sequence[int]  # in addition to the engine's
   has_tokens: bool = True  # else only the prompt is scored
+  text: str = ""  # with the prompt, if it is echoed
   finish_reason: str = ""
   tokens: list[int] = dataclasses.field(default_factory=list)  # with a stop token
   # What the request wants of the completion and of its prompt, once it is finished.
@@ -283,16 +283,15 @@ class Api:
       max_tokens = max(self._max_length - longest, 1)
     completions: list[_Completion] = []
     for number, prompt in enumerate(prompts):
-      echoed = ""
-      if request.echo:
-        echoed = self._text(request.prompts[number])
       for _ in range(request.num_choices):
         # The engine generates a token at least; without `max_tokens` it is not returned.
         seeded = request.generation_request(prompt, max_tokens or 1, len(completions))
         self._engine_thread.check(seeded)
         detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
-        completion = _Completion(seeded, detokenizer, echoed, request.stop_token_ids)
+        completion = _Completion(seeded, detokenizer, request.stop_token_ids)
         completion.has_tokens = max_tokens > 0
+        if request.echo:
+          completion.text = self._text(request.prompts[number])
         completions.append(completion)
     return request, completions
 
@@ -307,7 +306,7 @@ class Api:
   def _text(self, prompt: Prompt) -> str:
     """Return the text of a prompt."""
     if isinstance(prompt, str):
-      return prompt
+      return prompt.encode(errors="replace").decode()
     return self._tokenizer.decode(prompt)
 
   def _require_short(self, num_bytes: int) -> None:
