@@ -210,7 +210,7 @@ def test_micro_batches_use_the_slopes_of_the_whole_batch(name, scope, num_mtp):
 def test_losses_of_completions_are_means_over_those_of_the_whole_batch(aggregation):
   """Of completions, not of tokens, and known before the first backward pass."""
   batch = make_batch()
-  loss = loss_of("grpo", 0, "batch", loss_aggregation=aggregation, max_completion_length=5)
+  loss = loss_of("grpo", 0, "sequence", loss_aggregation=aggregation, max_completion_length=5)
   sums = sums_of(batch, 0)
   known = loss.linearization_point(
     jax.tree.map(jnp.zeros_like, sums), jax.tree.map(jnp.asarray, batch), lambda: sums
