@@ -1,6 +1,7 @@
 """Log-probabilities, token ids and prompts in answers are those of the model's forward pass."""
 
 import asyncio
+import concurrent.futures
 import json
 import types
 from itertools import pairwise
@@ -203,6 +204,16 @@ def test_tools_and_formats_reach_the_template_or_are_refused(chat_service, servi
   assert "tool_choice=required is not supported" in refused(
     chat_service, "chat/completions", **params, tools=tools, tool_choice="required"
   )
+
+
+def test_scores_between_the_steps_of_others_change_nothing(service):
+  bodies = []
+  for n in range(8):
+    body = {"prompt": [n, 1, 2], "max_tokens": 12, "seed": n, "return_token_ids": True}
+    bodies.append(body | ({"logprobs": 1} if n % 2 else {}))
+  alone = [post(service, **body)["choices"] for body in bodies]
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    assert list(pool.map(lambda body: post(service, **body)["choices"], bodies)) == alone
 
 
 SAMPLING = {"max_tokens": 6, "temperature": 1.5, "seed": 4, "top_k": -1, "logprobs": 1}
