@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 from support.host_runs import LIGHT, run
-from support.tiny import config_of
+from support.tiny import config_of, mesh_keys
 from support.tiny_run import Output, keys_in, last_manifest, logged, parameter_hash, start
 
 from maxlite.metrics.writers import read_rows
@@ -157,3 +157,17 @@ def test_two_processes_write_the_tokens_of_one(files, tmp_path):
     run(folder, processes=processes, devices=2 // processes, **keys)
     texts.append(read_rows(folder / "run/rollouts.jsonl"))
   assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_experts_on_eight_devices_give_the_tokens_and_losses_of_one(files, tmp_path):
+  results = []
+  for name, devices, mesh in (("one", 1, "fsdp=1"), ("eight", 8, "fsdp=2 expert=4")):
+    keys = keys_of(files, steps=3, sparse_matmul="true", global_batch_size=16, ema_decay=0)
+    run(tmp_path / name, processes=1, devices=devices, **keys | mesh_keys(mesh))
+    rollouts = read_rows(tmp_path / name / "run/rollouts.jsonl")
+    texts = [[each["tokens"] for each in row["completions"]] for row in rollouts]
+    results.append((texts, [row["loss"] for row in rows_of(tmp_path / name)]))
+  (texts, losses), (sharded_texts, sharded_losses) = results
+  assert sharded_texts == texts
+  np.testing.assert_allclose(sharded_losses, losses, atol=1e-6)
