@@ -24,7 +24,7 @@ from maxlite.evaluation.held_out import compile_eval_step
 from maxlite.models import Decoder
 from maxlite.optim import build_schedule
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
-from maxlite.step.gradients import LossFunction, build_gradients
+from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import build_train_step
 from maxlite.training.loss import NEXT_TOKEN, DecoderLoss
@@ -266,3 +266,18 @@ def test_the_step_of_one_device_has_no_collectives(decoder_block):
   text = program.lower(program.objectives[0]).as_text()
   assert "dot_general" in text
   assert not re.findall(r"stablehlo\.(?:all_|reduce_scatter|collective_)\w*", text)
+
+
+def test_weights_without_a_gradient_decay():
+  """Such as those of experts without a token."""
+  gradients = {"w": jnp.array([1.0, 0.0])}
+  tx = optax.adamw(0.1, weight_decay=0.5)
+  params = {"w": jnp.ones(2)}
+
+  def gradients_of(trained, frozen, collections, inputs, key):
+    return GradientResult(gradients, jnp.float32(1), {}, None)
+
+  step = build_train_step(gradients_of, tx)
+  state = init_state(params, tx.init(params), jax.random.key_data(jax.random.key(0)))
+  after, _ = step(state, None)
+  np.testing.assert_allclose(after.params["w"], [1 - 0.1 - 0.05, 1 - 0.05], rtol=1e-6)
