@@ -465,6 +465,10 @@ FEATURES = Registry(
     "maxlite.training.features.overflow_replay:build_overflow_replay",
     is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
   ),
+  deterministic_reductions=FeatureEntry(
+    "maxlite.training.features.deterministic_reductions:DeterministicReductions",
+    is_used=lambda spec: spec.training.deterministic_reductions,
+  ),
 )
 
 

@@ -54,6 +54,8 @@ def shrink(spec: StepSpec) -> Shrunk:
     notes.append("diloco_sync_period: replicas train on other rows; audited without")
   if spec.mesh.optimizer_memory_host_offload:
     notes.append("optimizer_memory_host_offload: audited without")
+  if spec.training.deterministic_reductions:
+    notes.append("deterministic_reductions: audited without")
 
   data = dataclasses.replace(DataConfig(), max_target_length=LENGTH, global_batch_size=ROWS)
   objectives = []
@@ -267,6 +269,7 @@ def _training(training: TrainingConfig) -> TrainingConfig:
     loss_type="next_token" if training.loss_type in TAUGHT_LOSSES else training.loss_type,
     teacher_path="",
     reference_path="",
+    deterministic_reductions=False,
     logits_chunk_tokens=7,
     gradient_accumulation_steps=1,
   )

@@ -1,6 +1,6 @@
 """Rules on the optimizer, the parametrization, phases, replicas and teachers."""
 
-from maxlite.config.raw_values import Raw, show
+from maxlite.config.raw_values import FrozenMapping, Raw, show
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
   Violation,
@@ -218,6 +218,47 @@ def teacher(cfg: Config) -> Violations:
     )
 
 
+def deterministic_reductions(cfg: Config) -> Violations:
+  """The rules of steps whose bits do not depend on the number of devices."""
+  key = "deterministic_reductions"
+  if not cfg.training.deterministic_reductions:
+    return
+  for name, degree in flatten(cfg.mesh).items():
+    may_shard = name.endswith(("_data_parallelism", "_fsdp_parallelism"))
+    if name.endswith("_parallelism") and degree != 1 and not may_shard:
+      yield Violation(
+        [name, key], f"sums over this axis have an order that depends on it; write {name}=1"
+      )
+  unsupported = [
+    *ENSEMBLE_KEYS,
+    "diloco_sync_period",
+    "logical_axis_rules",
+    "optimizer_memory_host_offload",
+  ]
+  for name in changed_keys(cfg, unsupported):
+    yield Violation(
+      [name, key],
+      f"the same bits are not proven with it; write {name}={show(DEFAULTS[name])} or {key}=false",
+    )
+  if "xla_disable_hlo_passes" in cfg.run.compiler_options:
+    yield Violation(
+      ["compiler_options", key], "this key sets xla_disable_hlo_passes; remove it from the options"
+    )
+  for phase in cfg.phasing.phases or [FrozenMapping()]:
+    if phase.get("gradient_accumulation_steps", cfg.training.gradient_accumulation_steps) == 1:
+      yield Violation(
+        [key, "gradient_accumulation_steps"],
+        "a device computes whole micro-batches; write gradient_accumulation_steps=8, or another "
+        "number that the number of devices divides",
+      )
+    has_fixed_size = cfg.data.global_batch_size or cfg.data.batch_size_schedule
+    if not has_fixed_size or "per_device_batch_size" in phase:
+      yield Violation(
+        [key, "per_device_batch_size"],
+        "the batch would depend on the number of devices; write global_batch_size=N",
+      )
+
+
 def _losses(cfg: Config) -> list[Raw]:
   """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
@@ -289,6 +330,7 @@ TRAINING_RULES = (
   phases,
   multi_token_prediction,
   local_updates,
+  deterministic_reductions,
   teacher,
   preference,
 )

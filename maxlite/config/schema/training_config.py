@@ -100,6 +100,11 @@ class TrainingConfig:
   mtp_loss_scaling_factor: float = field(
     0.1, "Weight of the mean loss of the layers of multi-token prediction (mtp_num_layers).", low=0
   )
+  deterministic_reductions: bool = field(
+    False,
+    "The same bits of loss and parameters on any number of devices over `data` and `fsdp`: every "
+    "micro-batch is computed by one device, and their gradients are added in one order.",
+  )
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
   )
