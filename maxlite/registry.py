@@ -469,6 +469,10 @@ FEATURES = Registry(
     "maxlite.training.features.deterministic_reductions:DeterministicReductions",
     is_used=lambda spec: spec.training.deterministic_reductions,
   ),
+  step_audit=FeatureEntry(
+    "maxlite.training.features.step_audit:StepAudit",
+    is_used=lambda spec: spec.training.audit_period > 0,
+  ),
 )
 
 

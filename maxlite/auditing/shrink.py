@@ -270,6 +270,7 @@ def _training(training: TrainingConfig) -> TrainingConfig:
     teacher_path="",
     reference_path="",
     deterministic_reductions=False,
+    audit_period=0,
     logits_chunk_tokens=7,
     gradient_accumulation_steps=1,
   )

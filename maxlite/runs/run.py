@@ -29,6 +29,7 @@ from maxlite.runs.open_run import (
   open_writers,
   restore,
   save_config,
+  save_versions,
 )
 from maxlite.runs.run_report import PlotImport, finalize, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
@@ -96,6 +97,7 @@ def _run(
   for line in program.describe():
     console.print(line)
   save_config(cfg, folder, changes)
+  save_versions(program, folder, done)
   timer.start("initializing the weights, while a thread compiles the step")
   state = first_state(cfg, program, restored, console)
   timer.start("opening metrics and callbacks")

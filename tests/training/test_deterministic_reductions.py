@@ -78,6 +78,7 @@ OBJECTIVES = {
   "replicas": {
     "decoder_block": "llama",
     "diloco_sync_period": 2,
+    "ema_decay": 0,
     "ici_ensemble_parallelism": 2,
   },
 }
@@ -85,7 +86,7 @@ OBJECTIVES = {
 
 def run(folder, num_devices, **keys):
   """(rows of metrics, hash of the parameters) of a command on this many devices."""
-  shared = {"per_device_batch_size": 1, "eval_steps": 1, "steps": 4, "jax_cache_dir": "''"}
+  shared = {"per_device_batch_size": 2, "eval_steps": 1, "steps": 4, "jax_cache_dir": "''"}
   config = folder / "config.yml"
   folder.mkdir()
   settings = TINY | keys_in(folder) | shared | keys
@@ -112,7 +113,9 @@ def test_a_run_has_the_same_bits_on_1_2_4_and_8_devices(tmp_path, model):
   losses = [row["total_loss"] for row in want_rows]
   assert losses[-1] < losses[0]
   for num_devices, mesh in ((2, "data=2"), (2, "fsdp=2"), (4, "data=2 fsdp=2"), (8, "fsdp=8")):
-    rows, parameters = run(tmp_path / mesh, num_devices, **keys, **mesh_keys(mesh))
+    rows, parameters = run(
+      tmp_path / f"{num_devices} {mesh[:4]}", num_devices, **keys, **mesh_keys(mesh)
+    )
     assert [row["total_loss"] for row in rows] == losses, mesh
     assert [row["grad_norm"] for row in rows] == [row["grad_norm"] for row in want_rows], mesh
     assert parameters == want_hash, mesh

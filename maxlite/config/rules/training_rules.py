@@ -259,6 +259,28 @@ def deterministic_reductions(cfg: Config) -> Violations:
       )
 
 
+def step_audit(cfg: Config) -> Violations:
+  """The rules on audits of steps."""
+  if not cfg.training.audit_period:
+    return
+  unsupported = [
+    *ENSEMBLE_KEYS,
+    "diloco_sync_period",
+    "deterministic_reductions",
+    "optimizer_memory_host_offload",
+  ]
+  for key in changed_keys(cfg, unsupported):
+    yield Violation(
+      [key, "audit_period"],
+      f"such steps are not audited; write audit_period=0, or {key}={show(DEFAULTS[key])}",
+    )
+  if cfg.model.family.is_moe and cfg.model.moe.replays_overflow:
+    yield Violation(
+      ["ragged_buffer_factor", "audit_period"],
+      "steps that are replayed are not audited; write audit_period=0, or ragged_overflow=drop",
+    )
+
+
 def _losses(cfg: Config) -> list[Raw]:
   """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
@@ -331,6 +353,7 @@ TRAINING_RULES = (
   multi_token_prediction,
   local_updates,
   deterministic_reductions,
+  step_audit,
   teacher,
   preference,
 )
