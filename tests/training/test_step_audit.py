@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from support.faulty_device import WrongDevice
 from support.slow_cases import slow
 from support.tiny import ROWS, build, config_of, mesh_keys, place, uneven_batch
 from support.tiny_run import checkpoint_steps, start
@@ -14,7 +15,6 @@ from maxlite.registry import FEATURES, FeatureEntry
 from maxlite.training.feature import Feature
 from maxlite.training.features.step_audit import AuditTrainer
 from maxlite.training.loop import WrongStepError
-from maxlite.training.loss import DecoderLoss
 from maxlite.training.trainer import open_trainer
 
 KEYS = {"audit_period": 2, "decoder_block": "llama", "global_batch_size": ROWS} | mesh_keys(
@@ -82,28 +82,6 @@ class WrongOptimizerState(Feature):
       return state.replace(opt_state=at_path(state.opt_state, f"mu/{KERNEL}", flip)), metrics
 
     return wrong
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOfWrongDevice(DecoderLoss):
-  """A loss for which the first device along `data` sends too large weights of its tokens."""
-
-  def forward(self, params, collections, batch, key, extra):
-    def scale(weight_bt):
-      return weight_bt * jnp.where(jax.lax.axis_index("data") == 0, 1.5, 1).astype(jnp.float32)
-
-    sharder = self.model.sharder
-    rows = sharder.spec(("activation_batch", "activation_length"))
-    on_devices = jax.shard_map(scale, mesh=sharder.mesh, in_specs=rows, out_specs=rows)
-    batch = batch.replace(weight_BT=on_devices(batch.weight_BT))
-    return super().forward(params, collections, batch, key, extra)
-
-
-class WrongDevice(Feature):
-  """A device that always computes the same wrong values."""
-
-  def wrap_loss(self, loss, objective):
-    return LossOfWrongDevice(loss.model, loss.loss, loss.cfg, loss.moe)
 
 
 @pytest.mark.slow
@@ -193,7 +171,12 @@ def test_a_run_with_a_fault_ends_without_saving_its_state(folder):
   FEATURES["wrong"] = FeatureEntry(lambda request: WrongDevice())
   try:
     code, output = start(
-      folder, **mesh_keys("data=2 fsdp=4"), audit_period=3, router_jitter=0, checkpoint_period=2
+      folder,
+      **mesh_keys("data=2 fsdp=4"),
+      audit_period=3,
+      router_jitter=0,
+      gradient_accumulation_steps=1,
+      checkpoint_period=2,
     )
   finally:
     del FEATURES["wrong"]
