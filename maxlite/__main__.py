@@ -7,6 +7,7 @@ COMMANDS = {
   "maxlite.train": "train a model or an ensemble, and resume",
   "maxlite.evaluate": "print the held-out loss of a run",
   "maxlite.generate": "complete prompts",
+  "maxlite.rollout": "complete prompts, verify every token, and reward the completions",
   "maxlite.serve": "serve a run over HTTP, with OpenAI's API and a web page",
   "maxlite.tokenizer": "train a tokenizer on the data of a run",
   "maxlite.plan": "print memory, FLOPs and communication of a training step, without the hardware",

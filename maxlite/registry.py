@@ -132,6 +132,8 @@ class SourceEntry(Entry):
   has_conversations: bool = False
   # It reads pairs of answers, of which one is preferred; PREFERENCE_LOSSES train on them.
   has_pairs: bool = False
+  # It reads prompts, which the model completes; ROLLOUT_LOSSES train on the completions.
+  has_prompts: bool = False
   # Suffixes of the files whose format is that of this source.
   suffixes: tuple[str, ...] = ()
   # Further suffixes that it reads. If it has no suffixes at all, it may read any file.
@@ -176,6 +178,11 @@ SOURCES = Registry(
     "maxlite.data.sources:preference_source",
     has_conversations=True,
     has_pairs=True,
+    also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
+  ),
+  prompts=SourceEntry(
+    "maxlite.data.sources:prompts_source",
+    has_prompts=True,
     also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
   ),
 )
@@ -412,18 +419,57 @@ ENSEMBLE_EXECUTORS = Registry(
 # callbacks -> () -> Callback; see training/callbacks.py.
 CALLBACKS = Registry(Entry, completions="maxlite.inference.generation:CompletionsCallback")
 # Losses: see training/loss.py. DRAFT_LOSSES need draft heads, and a phase that trains them;
-# TAUGHT_LOSSES need a teacher; PREFERENCE_LOSSES need pairs of answers and a reference model.
+# TAUGHT_LOSSES need a teacher; PREFERENCE_LOSSES need pairs of answers and a reference model;
+# ROLLOUT_LOSSES train on what the model writes (maxlite/rollouts).
 TOKEN_LOSSES = Registry(Entry, next_token="maxlite.training.loss:NEXT_TOKEN")
 DRAFT_LOSSES = Registry(
   Entry,
   match_head="maxlite.training.draft_loss:MATCH_HEAD",
   next_token_and_draft="maxlite.training.draft_loss:NEXT_TOKEN_AND_DRAFT",
 )
-TAUGHT_LOSSES = Registry(Entry, distill="maxlite.training.features.teacher:DISTILL")
+TAUGHT_LOSSES = Registry(
+  Entry,
+  distill="maxlite.training.features.teacher:DISTILL",
+  on_policy_distill="maxlite.training.on_policy_distill:ON_POLICY_DISTILL",
+)
 PREFERENCE_LOSSES = Registry(Entry, dpo="maxlite.training.preference_loss:DPO")
-RUN_LOSSES: Mapping[str, Implementation] = ChainMap(PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutLossEntry(Entry):
+  """A loss of rollouts."""
+
+  # It compares the rewards of completions.
+  has_rewards: bool = True
+
+
+ROLLOUT_LOSSES = Registry(
+  RolloutLossEntry,
+  grpo="maxlite.training.policy_loss:GRPO",
+  on_policy_distill=RolloutLossEntry(
+    "maxlite.training.on_policy_distill:ON_POLICY_DISTILL", has_rewards=False
+  ),
+)
+RUN_LOSSES: Mapping[str, Implementation] = ChainMap(
+  ROLLOUT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
+)
 LOSSES: Mapping[str, Implementation] = ChainMap(
-  DRAFT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
+  DRAFT_LOSSES, ROLLOUT_LOSSES, PREFERENCE_LOSSES, TAUGHT_LOSSES, TOKEN_LOSSES
+)
+# reward_functions -> function of a batch of completions; see rollouts/rewards.py.
+REWARDS = Registry(
+  Entry,
+  equal_answer="maxlite.rollouts.rewards:equal_answer",
+  regex="maxlite.rollouts.rewards:regex",
+  json_valid="maxlite.rollouts.rewards:json_valid",
+  length="maxlite.rollouts.rewards:length",
+)
+# advantage_estimator -> (reward_NG) -> advantage_NG; see rollouts/advantages.py.
+ADVANTAGES = Registry(
+  Entry,
+  group="maxlite.rollouts.advantages:group_normalized",
+  group_mean="maxlite.rollouts.advantages:group_mean",
+  leave_one_out="maxlite.rollouts.advantages:leave_one_out",
 )
 
 
@@ -438,6 +484,13 @@ class FeatureEntry(Entry):
 def _has_loss_of(losses: Mapping[str, Implementation]) -> Callable[[Any], bool]:
   """A predicate: whether a spec has an objective with one of these losses."""
   return lambda spec: any(objective.loss in losses for objective in spec.objectives)
+
+
+def has_reference(loss: str, grpo_beta: float) -> bool:
+  """Whether a loss compares the model with a reference."""
+  if loss in ROLLOUT_LOSSES and ROLLOUT_LOSSES.entry(loss).has_rewards:
+    return grpo_beta > 0
+  return loss in PREFERENCE_LOSSES
 
 
 # The innermost first.
@@ -459,8 +512,12 @@ FEATURES = Registry(
     "maxlite.training.features.teacher:build_teacher", is_used=_has_loss_of(TAUGHT_LOSSES)
   ),
   reference=FeatureEntry(
-    "maxlite.training.features.reference:build_reference", is_used=_has_loss_of(PREFERENCE_LOSSES)
+    "maxlite.training.features.reference:build_reference",
+    is_used=lambda spec: any(
+      has_reference(each.loss, spec.training.grpo_beta) for each in spec.objectives
+    ),
   ),
+  rollouts=FeatureEntry("maxlite.rollouts.feature:Rollouts", is_used=_has_loss_of(ROLLOUT_LOSSES)),
   overflow_replay=FeatureEntry(
     "maxlite.training.features.overflow_replay:build_overflow_replay",
     is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
@@ -472,6 +529,24 @@ FEATURES = Registry(
   step_audit=FeatureEntry(
     "maxlite.training.features.step_audit:StepAudit",
     is_used=lambda spec: spec.training.audit_period > 0,
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationEntry(Entry):
+  """What a run evaluates: (Config, Program, DataLoader) -> Evaluation (runs/evaluations.py)."""
+
+  # (Config) -> whether a run evaluates it; its file is opened only then.
+  is_used: Callable[[Any], bool] = lambda cfg: True
+
+
+EVALUATIONS = Registry(
+  EvaluationEntry,
+  held_out="maxlite.evaluation.held_out:build_evaluation",
+  tasks=EvaluationEntry(
+    "maxlite.rollouts.eval_tasks:build_evaluation",
+    is_used=lambda cfg: bool(cfg.observe.eval_tasks),
   ),
 )
 

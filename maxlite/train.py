@@ -4,11 +4,12 @@ import gc
 import sys
 
 from maxlite.config import main_config
+from maxlite.config.rules.rollout_rules import has_rollouts
 from maxlite.config.schema import flatten
 from maxlite.config.values import EPOCH_KEYS
 from maxlite.errors import exit_on_user_error
 from maxlite.runs.saved_run import run_folder
-from maxlite.training.model_folders import check_model_folders
+from maxlite.training.model_folders import check_model_folders, losses_of
 
 
 def main() -> int:
@@ -26,6 +27,10 @@ def main() -> int:
 
     check_resumed_data(cfg, folder)
     check_model_folders(cfg, is_new=not folder.config.exists())
+    if has_rollouts(cfg):
+      from maxlite.rollouts.rewards import check_rewards  # imports NumPy
+
+      check_rewards(cfg.rollouts, losses_of(cfg))
   # Imports JAX: only after the command line is checked.
   from maxlite.runs.open_run import join_hosts
 

@@ -34,6 +34,7 @@ ROWS = (
   {"evaluation", "auditing"},
   {"runs"},
   {"inference", "planning", "ensemble"},
+  {"rollouts"},
   {"hf"},
   {"api"},
 )

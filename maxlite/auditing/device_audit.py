@@ -23,7 +23,7 @@ from maxlite.data.batch import Batch, HostBatch
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.writers import open_console
 from maxlite.optim.labels import paths_in, split
-from maxlite.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.registry import PREFERENCE_LOSSES, ROLLOUT_LOSSES, TAUGHT_LOSSES
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.program import build_objective_parts, build_program
 from maxlite.training.spec import StepSpec, spec_of
@@ -151,7 +151,7 @@ def without_features(spec: StepSpec) -> tuple[StepSpec, list[str]]:
   objectives = []
   for objective in spec.objectives:
     loss = objective.loss
-    if loss in TAUGHT_LOSSES or loss in PREFERENCE_LOSSES:
+    if loss in {*TAUGHT_LOSSES, *PREFERENCE_LOSSES, *ROLLOUT_LOSSES}:
       notes.append(f"loss {loss} of {objective.name}: audited as next_token")
       loss = "next_token"
     batches = dataclasses.replace(

@@ -64,6 +64,11 @@ def has_pairs(data: DataConfig) -> bool:
   return any(SOURCES.entry(source.data.dataset_type).has_pairs for source in sources)
 
 
+def has_prompts(data: DataConfig) -> bool:
+  """Whether the sources of `data` have prompts, which the model completes."""
+  return any(SOURCES.entry(source.data.dataset_type).has_prompts for source in mixture_of(data))
+
+
 def check_mixture(cfg: Config, *, needs_data: bool) -> None:
   """Apply the rules on data to every source of `cfg.data`; raise UserError if one is broken."""
   if not cfg.data.dataset_mixture:

@@ -12,7 +12,7 @@ from maxlite.config.schema import DEFAULTS, Config, DataConfig, PhaseConfig
 from maxlite.config.schema.entries import DATA_KEYS
 from maxlite.config.values import Setting, parse_as, parse_entry, suggest
 from maxlite.errors import UserError
-from maxlite.registry import DRAFT_LOSSES, PREFERENCE_LOSSES, SOURCES
+from maxlite.registry import DRAFT_LOSSES, PREFERENCE_LOSSES, ROLLOUT_LOSSES, SOURCES
 
 SOURCE_KEYS = ("dataset_type", "dataset_path", "dataset_mixture", "text_column", "data_columns")
 
@@ -110,10 +110,21 @@ def check_phase_data(cfg: Config, *, needs_data: bool) -> None:
 def _require_fitting_loss(phase: PhaseConfig, source: str) -> None:
   """Raise UserError unless a phase has pairs if, and only if, its loss needs them."""
   needs_pairs = phase.loss in PREFERENCE_LOSSES
+  needs_prompts = phase.loss in ROLLOUT_LOSSES
+  if needs_prompts and phase.repeat_batch > 1:
+    raise UserError(
+      f"{source}: repeat_batch={phase.repeat_batch} with loss={phase.loss}: the second update "
+      "would not know the policy that wrote the rollouts; write repeat_batch: 1"
+    )
   for part in mixture_of(phase.data):
     dataset_type = part.data.dataset_type
     is_pairs = SOURCES.entry(dataset_type).has_pairs
     given = f"{source}: loss={phase.loss} with dataset_type={dataset_type}"
+    is_prompts = SOURCES.entry(dataset_type).has_prompts
+    if needs_prompts and not is_prompts:
+      raise UserError(f"{given}: needs prompts; write dataset_type: prompts")
+    if is_prompts and not needs_prompts:
+      raise UserError(f"{given}: prompts are for losses of rollouts; write loss: grpo")
     if needs_pairs and not is_pairs:
       raise UserError(f"{given}: needs pairs of answers; write dataset_type: preference")
     if is_pairs and not needs_pairs:

@@ -3,9 +3,10 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from maxlite.config.schema import KEYS
 from maxlite.config.values import Setting, parse
@@ -31,6 +32,29 @@ def import_plugins(settings: Sequence[Setting]) -> tuple[str, ...] | None:
     for setting in settings:
       parse(setting, any_choice=True)
   return tuple(_import(plugin, chosen) for plugin in plugins)
+
+
+def import_function(key: str, reference: str, known: Iterable[str] = ()) -> Callable[..., Any]:
+  """Import the function that a value of `key` names as FILE.py:FUNCTION.
+
+  Args:
+    known: other values that the key takes, for the error message.
+
+  Raises:
+    UserError: there is no such function.
+  """
+  setting = Setting(key, reference, "config")
+  file, separator, name = reference.partition(":")
+  if not separator or not name.isidentifier():
+    raise setting.error(f"is not FILE.py:FUNCTION; write that, or one of {', '.join(known)}")
+  path = Path(os.path.abspath(os.path.expanduser(file)))
+  if not path.is_file():
+    raise setting.error(f"cannot be imported: there is no file {path}; correct the path")
+  module = _import_module(path.stem, str(path.parent), file, setting)
+  function = getattr(module, name, None)
+  if not callable(function):
+    raise setting.error(f"cannot be imported: {path} has no function {name}; correct the name")
+  return function
 
 
 def refuse_code(settings: Sequence[Setting]) -> None:

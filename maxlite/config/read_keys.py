@@ -12,6 +12,7 @@ from maxlite.config.mixture import mixture_of
 from maxlite.config.model_function import unused_keys
 from maxlite.config.phases import phases_of
 from maxlite.config.raw_values import show
+from maxlite.config.rules.rollout_rules import has_rollouts
 from maxlite.config.schema import (
   KEYS,
   AuditConfig,
@@ -26,6 +27,7 @@ from maxlite.config.schema import (
   MeshConfig,
   ModelConfig,
   PlanConfig,
+  RolloutConfig,
   SectionClass,
   ServeConfig,
   TokenizerConfig,
@@ -33,7 +35,7 @@ from maxlite.config.schema import (
 )
 from maxlite.config.values import Setting
 from maxlite.errors import raise_all
-from maxlite.registry import DRAFT_LOSSES, OPTIMIZERS, SOURCES
+from maxlite.registry import DRAFT_LOSSES, OPTIMIZERS, SOURCES, SourceEntry
 
 
 def _keys_of(*sections: SectionClass) -> set[str]:
@@ -73,9 +75,15 @@ READ_KEYS: dict[str, set[str]] = {
   | _MESH
   | _keys_of(HostsConfig)
   | (_keys_of(DataConfig) - _TRAINING_DATA)
-  | {"eval_steps", "eval_documents", "logits_chunk_tokens", "loss_type"}
+  | {"eval_steps", "eval_documents", "eval_tasks", "rollout_batch_size"}
+  | {"logits_chunk_tokens", "loss_type"}
   | {"reference_path", "dpo_beta", "dpo_label_smoothing"},
   "maxlite.generate": _INFERENCE | _keys_of(GenerateConfig),
+  "maxlite.rollout": _INFERENCE
+  | _keys_of(HostsConfig, RolloutConfig)
+  | {"loss_type", "dataset_type", "dataset_path", "dataset_mixture", "data_columns", "on_bad_row"}
+  | {"max_prefill_predict_length", "rollout_temperature", "max_completion_length", "phases"}
+  | {"global_batch_size", "per_device_batch_size", "init_weights_seed", "output_path"},
   "maxlite.serve": _INFERENCE
   | _keys_of(ServeConfig)
   | {"decode_batch_size", "num_speculative_tokens"},
@@ -125,11 +133,24 @@ def _has_text_column(cfg: Config) -> bool:
   return bool(cfg.data.dataset_mixture) or SOURCES.entry(cfg.data.dataset_type).has_text_column
 
 
-def _has_conversations(cfg: Config) -> bool:
-  sources = mixture_of(cfg.data) + tuple(
-    source for phase in phases_of(cfg) for source in mixture_of(phase.data)
-  )
-  return any(SOURCES.entry(source.data.dataset_type).has_conversations for source in sources)
+def _sources(cfg: Config) -> list[SourceEntry]:
+  """The kinds of all sources of a run and its phases."""
+  sources = [*mixture_of(cfg.data)]
+  for phase in phases_of(cfg):
+    sources += mixture_of(phase.data)
+  return [SOURCES.entry(source.data.dataset_type) for source in sources]
+
+
+def _has_columns(cfg: Config) -> bool:
+  return any(source.has_conversations or source.has_prompts for source in _sources(cfg))
+
+
+def _has_prompts(cfg: Config) -> bool:
+  return any(source.has_prompts for source in _sources(cfg))
+
+
+def _holds_out(cfg: Config) -> bool:
+  return not all(source.has_prompts for source in _sources(cfg))
 
 
 _CONDITIONS = (
@@ -193,8 +214,11 @@ _CONDITIONS = (
     lambda cfg: bool(cfg.observe.profiler),
     "write profiler=xplane",
   ),
+  _Condition(["data_columns"], _has_columns, "write dataset_type=chat, preference or prompts"),
+  _Condition(["reward_functions", "rollout_environment"], has_rollouts, "write loss_type=grpo"),
+  _Condition(["max_prefill_predict_length"], _has_prompts, "write dataset_type=prompts"),
   _Condition(
-    ["data_columns"], _has_conversations, "write dataset_type=chat or dataset_type=preference"
+    ["eval_fraction", "eval_split", "eval_dataset_path"], _holds_out, "no prompts are held out"
   ),
   _Condition(["text_column"], _has_text_column, "write dataset_type=jsonl, parquet or arrow"),
   _Condition(

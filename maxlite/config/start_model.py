@@ -17,7 +17,7 @@ from maxlite.config.saved import read_values
 from maxlite.config.schema import KEYS, LoraConfig, ModelConfig, build, flatten
 from maxlite.config.values import Setting, show_key
 from maxlite.errors import UserError
-from maxlite.registry import PREFERENCE_LOSSES, WEIGHT_FORMATS
+from maxlite.registry import WEIGHT_FORMATS, has_reference
 from maxlite.storage.object_store import join
 from maxlite.storage.tokenizer_files import OWNED_KEYS, is_same_file
 
@@ -92,7 +92,7 @@ def path_of_start(values: Mapping[str, KeyValue]) -> str:
 
 
 def with_start(values: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
-  """The values of all keys, with `from_run` as a path, and the reference of a preference loss.
+  """The values of all keys, with `from_run` as a path, and the reference of a loss.
 
   It is the model that training starts from, unless adapters are added to that.
   """
@@ -105,9 +105,11 @@ def with_start(values: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
     completed["reference_path"] = read_values(own / "config.yml")["reference_path"]
     return completed
   losses = {phase.get("loss", values["loss_type"]) for phase in values["phases"]}
-  is_preference = any(loss in PREFERENCE_LOSSES for loss in losses or {values["loss_type"]})
+  needs_reference = any(
+    has_reference(loss, values["grpo_beta"]) for loss in losses or {values["loss_type"]}
+  )
   adds_adapters = values["lora_rank"] and not start_values(values).get("lora_rank")
-  if is_preference and not adds_adapters:
+  if needs_reference and not adds_adapters:
     completed["reference_path"] = path
   return completed
 

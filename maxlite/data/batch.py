@@ -1,13 +1,14 @@
 """The batch of a training step: numpy rows of one host, or global arrays."""
 
+import dataclasses
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from maxlite.errors import UserError
 
@@ -20,8 +21,11 @@ class Batch(struct.PyTreeNode, Generic[Field]):
 
   `segment_BT` numbers the segments of a row 1, 2, ... and is 0 in padding; attention is limited to
   a segment. `position_BT` restarts at 0 in each segment. `targets_BT` is the next token of the
-  same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32.
+  same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32. A loss
+  may have batches with further fields of float32.
   """
+
+  float_fields: ClassVar[tuple[str, ...]] = ("weight_BT",)
 
   tokens_BT: Field
   targets_BT: Field
@@ -175,20 +179,16 @@ def checked_batch(batch: HostBatch, vocab_size: int) -> HostBatch:
 
 
 def abstract_batch(
-  shape: tuple[int, int], sharding: jax.sharding.Sharding | None = None
+  shape: tuple[int, int],
+  sharding: jax.sharding.Sharding | None = None,
+  kind: type[Batch] = Batch,
 ) -> AbstractBatch:
   """Return the shapes, dtypes and sharding of a [B, T] batch."""
-
-  def abstract(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-  return Batch(
-    tokens_BT=abstract(np.int32),
-    targets_BT=abstract(np.int32),
-    segment_BT=abstract(np.int32),
-    position_BT=abstract(np.int32),
-    weight_BT=abstract(np.float32),
-  )
+  fields = {}
+  for field in dataclasses.fields(kind):
+    dtype = np.float32 if field.name in kind.float_fields else np.int32
+    fields[field.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  return kind(**fields)
 
 
 def contiguous_rows(indices: Iterable[slice], num_rows: int) -> range:

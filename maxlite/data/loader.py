@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import grain
 import numpy as np
@@ -17,6 +18,7 @@ from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
 from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
 from maxlite.data.sources import DataSource
+from maxlite.data.sources.prompts import Prompt
 from maxlite.data.stream_fingerprint import order_fingerprint, require_same_fingerprint
 from maxlite.data.vocabulary_check import VocabularyCheck
 from maxlite.errors import UserError
@@ -261,3 +263,63 @@ class TrainStream:
 
   def close(self) -> None:
     self._iterator.close()
+
+
+class PromptStream:
+  """Endless sets of prompts, the same on every host.
+
+  `pending` is what a resumed run needs of the latest set beside its prompts: its rollouts, while
+  there are steps left to take on them.
+  """
+
+  def __init__(self, data: DataLoader) -> None:
+    self._data = data
+    self._num_taken = 0
+    self.pending: JsonObject | None = None
+
+  def __next__(self) -> list[Prompt]:
+    first = self._data.schedule.first_row(self._num_taken)
+    rows = range(first, first + self._data.global_batch_size)
+    self._num_taken += 1
+    return self._prompts(rows)
+
+  def all(self) -> list[Prompt]:
+    """The prompts of an epoch, in the order of their files."""
+    source = self._data.source.train
+    return [cast(Prompt, source[row]) for row in range(len(source))]
+
+  def latest(self) -> list[Prompt]:
+    """The set that was taken last."""
+    last = self._data.schedule.first_row(self._num_taken)
+    return self._prompts(range(last - self._data.global_batch_size, last))
+
+  def _prompts(self, rows: range) -> list[Prompt]:
+    source = self._data.source.train
+    return [cast(Prompt, source[int(self._data.order[row])]) for row in rows]
+
+  @property
+  def num_taken(self) -> int:
+    """Sets that were taken."""
+    return self._num_taken
+
+  def state(self) -> JsonObject:
+    """Return the number of sets taken and all that they depend on, as JSON values."""
+    state = {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    if self.pending is not None:
+      state["rollouts"] = self.pending
+    return state
+
+  def restore(self, state: JsonObject) -> None:
+    """Continue after the sets that `state` counts. Raises UserError if they would differ."""
+    num_batches = state["num_batches"]
+    require_same_fingerprint(state, self._data.fingerprint(num_batches))
+    self._num_taken = num_batches
+    self.pending = state.get("rollouts")
+
+  def describe(self) -> list[str]:
+    """Return a line per source on the prompts that were taken."""
+    num_rows = self._data.schedule.first_row(self._num_taken)
+    return self._data.order.describe_use(num_rows)
+
+  def close(self) -> None:
+    pass

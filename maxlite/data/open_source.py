@@ -34,6 +34,8 @@ def open_source(
   open_rows = SOURCES[cfg.dataset_type]
   source: DataSource = open_rows(cfg, vocab_size, cache_directory)
   holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
+  if SOURCES.entry(cfg.dataset_type).has_prompts:
+    holds_out = False
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
   if by_content and not _has_both_splits(source, evaluates):
     tail = dataclasses.replace(cfg, eval_split="tail")

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from maxlite.config.mixture import has_prompts
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import HostBatch
-from maxlite.data.loader import DataLoader, TrainStream
+from maxlite.data.loader import DataLoader, PromptStream, TrainStream
 from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
 
@@ -26,15 +27,29 @@ class TrainStreams:
     for objective, loader in data.items():
       reader = reader_by_config.setdefault(loader.cfg, objective)
       self._readers[objective] = reader
-    self._streams = {reader: data[reader].train_stream() for reader in reader_by_config.values()}
+    self._streams: dict[str, TrainStream | PromptStream] = {}
+    for reader in reader_by_config.values():
+      loader = data[reader]
+      stream = PromptStream(loader) if has_prompts(loader.cfg) else loader.train_stream()
+      self._streams[reader] = stream
 
   def take(self, objective: str) -> HostBatch:
     """Return the next batch of the objective's stream."""
-    return next(self._stream(objective))
+    stream = self._stream(objective)
+    assert isinstance(stream, TrainStream), "prompts are taken from `prompts`"
+    return next(stream)
+
+  def prompts(self, objective: str) -> PromptStream:
+    """Return the stream of prompts that an objective reads."""
+    stream = self._stream(objective)
+    assert isinstance(stream, PromptStream)
+    return stream
 
   def batch_shape(self, objective: str) -> tuple[int, int]:
     """Return (rows, positions) of the objective's latest batch over all hosts."""
-    return self._stream(objective).batch_shape
+    stream = self._stream(objective)
+    assert isinstance(stream, TrainStream)
+    return stream.batch_shape
 
   def state(self) -> JsonObject:
     """Return the state of the only stream, or of each by its first objective, as JSON values."""
@@ -86,7 +101,7 @@ class TrainStreams:
     for stream in self._streams.values():
       stream.close()
 
-  def _stream(self, objective: str) -> TrainStream:
+  def _stream(self, objective: str) -> TrainStream | PromptStream:
     """Return the stream that an objective reads."""
     reader = self._readers[objective]
     return self._streams[reader]

@@ -19,7 +19,6 @@ from maxlite.evaluation.draft_acceptance import acceptance_sums
 from maxlite.metrics.step_row import bits_per_byte
 from maxlite.models import Decoder
 from maxlite.sharding.pytree import PyTree
-from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.training.feature import EvalStep
 from maxlite.training.loss import next_token, run_forward
 from maxlite.training.preference_loss import pair_means
@@ -31,17 +30,18 @@ Sums = dict[str, PyTree]
 
 def build_evaluation(
   cfg: Config, program: Program, data: DataLoader
-) -> Callable[[TrainState], dict[str, float]] | None:
-  """Build the evaluation of a state in a run; None without held-out data."""
+) -> Callable[[PyTree, PyTree, int], dict[str, float]] | None:
+  """Build the evaluation of held-out data, an entry of EVALUATIONS; None if there are none."""
   if data.source.eval is None:
     return None
   eval_step = compile_eval_step(program, data.source.num_bytes_V)
 
-  def evaluate_state(state: TrainState) -> dict[str, float]:
+  def evaluate_params(params: PyTree, averages: PyTree, step: int) -> dict[str, float]:
+    del step
     batches = data.eval_batches_by_source(cfg.observe.eval_steps)
-    return evaluate(program, eval_step, state.params, batches, averaged_params(state))
+    return evaluate(program, eval_step, params, batches, averages)
 
-  return evaluate_state
+  return evaluate_params
 
 
 def evaluate(

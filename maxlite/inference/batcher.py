@@ -34,11 +34,13 @@ class TokenEvent:
     request: the request.
     token: the token; None for a stop token, which is not part of the completion.
     finish_reason: why this is the last token; "" if it is not.
+    stop_token: the stop token, if there is one.
   """
 
   request: GenerationRequest
   token: int | None
   finish_reason: str = ""
+  stop_token: int | None = None
 
 
 @dataclasses.dataclass
@@ -193,7 +195,7 @@ class Batcher:
     self._remaining[request] -= 1
     if token in self.engine.stop_token_ids:
       self._free(request)
-      return TokenEvent(request, None, STOP)
+      return TokenEvent(request, None, STOP, stop_token=token)
     if not self._remaining[request]:
       self._free(request)
       return TokenEvent(request, token, LENGTH)

@@ -20,7 +20,8 @@ METRICS: dict[str, Metric] = {
   "unix_seconds": Metric("s", "Time of the row since 1970, UTC; only in metrics.jsonl."),
   "loss": Metric(
     "nats per token",
-    "Mean cross-entropy of the step's tokens; of DPO, per pair.",
+    "Mean cross-entropy of the step's tokens; of DPO, per pair; of GRPO, the policy's loss; of "
+    "on-policy distillation, the divergence from the teacher.",
     "learning/lm_loss",
   ),
   "total_loss": Metric(
@@ -46,6 +47,28 @@ METRICS: dict[str, Metric] = {
   ),
   "logps/chosen": Metric("nats", "DPO: mean log probability of the chosen answers."),
   "logps/rejected": Metric("nats", "DPO: mean log probability of the rejected answers."),
+  "entropy": Metric("nats per token", "GRPO: mean entropy of the policy at the tokens."),
+  "sampled_entropy": Metric(
+    "nats per token", "On-policy distillation: entropy of the student, as its tokens have it."
+  ),
+  "clip_fraction": Metric("share", "GRPO: tokens whose ratio has reached its bound."),
+  "approx_kl": Metric(
+    "nats per token", "GRPO: divergence from the policy that wrote the rollouts."
+  ),
+  "kl": Metric("nats per token", "GRPO: divergence from the reference, with grpo_beta."),
+  "reward": Metric("1", "Mean reward of the completions.", "rewards/overall"),
+  "reward/*": Metric("1", "Mean of one reward function, without its weight, if there are several."),
+  "reward_std": Metric("1", "Mean deviation of the rewards within a group."),
+  "silent_groups": Metric("share", "Groups of equal rewards, which have no gradient."),
+  "completion_length": Metric("tokens", "Mean length of the completions."),
+  "truncated_share": Metric("share", "Completions that reached max_completion_length."),
+  "rollout_agreement": Metric(
+    "share", "Tokens of the engine that the trained program would have drawn too."
+  ),
+  "rollout_rounds": Metric("passes", "Passes of verification until all tokens were drawn."),
+  "generation_seconds": Metric("s", "Time in which the engine wrote the rollouts."),
+  "verification_seconds": Metric("s", "Time of verification, with what was written again."),
+  "reward_seconds": Metric("s", "Time of the reward functions."),
   "learning_rate": Metric("1", "Learning rate of the step.", "learning/current_learning_rate"),
   "grad_norm": Metric("1", "Norm of all gradients, before clipping.", "learning/raw_grad_norm"),
   "skipped": Metric("steps", "Steps so far without an update, as a value was not finite."),
@@ -77,6 +100,8 @@ METRICS: dict[str, Metric] = {
   "phase": Metric("index", "The phase of the step, from 0 in the order of `phases`."),
   "eval_loss": Metric("nats per token", "Held-out loss; of DPO, per pair.", "eval/avg_loss"),
   "eval_bits_per_byte": Metric("bits per byte", "Held-out loss by the bytes of the text."),
+  "eval_task/*": Metric("1", "Mean reward of a task of eval_tasks over its prompts."),
+  "eval_task_stderr/*": Metric("1", "Standard error of this mean."),
   "eval_tokens": Metric("tokens", "Held-out tokens, or pairs of DPO.", "eval/total_weights"),
   "eval_acceptance_*": Metric(
     "share",

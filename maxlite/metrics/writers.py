@@ -587,8 +587,9 @@ class ConsoleWriter:
     if TIME in row:
       cells.append(self._clock(row[TIME]))
     self._print("step", row["step"], cells)
-    if "eval_loss" in row:
-      self._print("eval", row["step"], _cells(row, EVAL_CELLS | _source_cells(row)))
+    evaluated = _cells(row, EVAL_CELLS | _named_cells(row))
+    if evaluated:
+      self._print("eval", row["step"], evaluated)
 
   def _clock(self, seconds: float) -> str:
     """The local time of a row; with the date where lines stay longer than on a terminal."""
@@ -609,12 +610,12 @@ class ConsoleWriter:
     self.flush()
 
 
-def _source_cells(row: Row) -> dict[str, str]:
-  """Cells of the held-out loss of each source of data."""
+def _named_cells(row: Row) -> dict[str, str]:
+  """Cells of the held-out loss of each source of data, and of the score of each task."""
   cells: dict[str, str] = {}
   for name in row:
-    if name.startswith("eval_loss/"):
-      source = name.removeprefix("eval_loss/")
+    kind, _, source = name.partition("/")
+    if kind in ("eval_loss", "eval_task") and source:
       cells[name] = f"{source} {{:.4f}}"
   return cells
 

@@ -14,6 +14,7 @@ from maxlite.errors import exit_on_user_error, write_line
 from maxlite.evaluation.document_losses import document_losses, loss_row
 from maxlite.evaluation.held_out import compile_eval_step, evaluate
 from maxlite.metrics.waits import report_wait
+from maxlite.runs.evaluations import open_evaluations
 from maxlite.runs.open_run import open_run_data, open_weights
 from maxlite.runs.run_report import describe_data
 from maxlite.runs.saved_run import run_folder
@@ -23,11 +24,17 @@ from maxlite.training.program import Program
 
 
 def run_evaluation(cfg: Config) -> int:
-  """Print the loss of a checkpoint of the run over `eval_steps` held-out batches (-1: all)."""
+  """Print what the run evaluates of a checkpoint, over `eval_steps` held-out batches (-1: all)."""
   with exit_on_user_error("maxlite.evaluate"):
     program, params, averages, step = open_weights(cfg)
-    num_batches = cfg.observe.eval_steps
-    result, data = evaluate_held_out(cfg, program, params, averages, num_batches)
+    data = open_run_data(cfg, program)
+    evaluations = open_evaluations(cfg, program, data)
+    if not evaluations:
+      data.eval_batches()  # raises the error
+    result: dict[str, float] = {}
+    with report_wait("compiling the evaluation, and evaluating"):
+      for evaluation in evaluations:
+        result |= evaluation(params, averages, step)
   sums_DX = None
   if cfg.observe.eval_documents:
     with exit_on_user_error("maxlite.evaluate"), report_wait("evaluating documents"):

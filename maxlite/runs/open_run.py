@@ -15,8 +15,10 @@ from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, public_values, read_values
+from maxlite.config.mixture import has_prompts
 from maxlite.config.phases import reads_same_documents
 from maxlite.config.raw_values import show
+from maxlite.config.rollouts import rollout_sizes
 from maxlite.config.schema import MESH_AXES, DataConfig, HostsConfig, MeshConfig, build
 from maxlite.data.batch import local_rows
 from maxlite.data.loader import DataLoader, open_data
@@ -132,13 +134,18 @@ def open_run_data(
   """Open the data of the run, or other `data` (no held-out data), sharded for the mesh."""
   data = data or cfg.data
   batch_shape = batch_shape or program.batch_shape
+  num_rows = batch_shape[0]
+  rows = local_rows(program.batch_sharding, batch_shape)
+  if has_prompts(data):  # of which all hosts write the completions together
+    num_rows = rollout_sizes(cfg, data, num_rows).num_prompts
+    rows = range(num_rows)
 
   def open_sharded() -> DataLoader:
     return open_data(
       data,
       vocab_size=cfg.model.vocab_size,
-      global_batch_size=batch_shape[0],
-      rows=local_rows(program.batch_sharding, batch_shape),
+      global_batch_size=num_rows,
+      rows=rows,
       cache_directory=token_cache(cfg),
       evaluates=reads_same_documents(cfg.data, data),
     )
@@ -260,8 +267,11 @@ def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None
     folder.save_config(cfg, changes)
 
 
-def save_versions(program: Program, folder: RunFolder, done: int) -> None:
-  """Add to starts.jsonl, from process 0, with which versions and devices training goes on."""
+def save_start(
+  cfg: Config, program: Program, folder: RunFolder, changes: Changes | None, done: int
+) -> None:
+  """Save the config, and add to starts.jsonl the versions and devices that train from `done` on."""
+  save_config(cfg, folder, changes)
   if jax.process_index() > 0:
     return
   packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}

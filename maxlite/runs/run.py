@@ -12,10 +12,10 @@ from maxlite.config import Config
 from maxlite.config.schema import flatten
 from maxlite.data.train_streams import TrainStreams
 from maxlite.errors import exit_on_user_error, write_line
-from maxlite.evaluation.held_out import build_evaluation
 from maxlite.metrics.goodput import Stopwatch
 from maxlite.metrics.profiler import Profiler
 from maxlite.metrics.writers import METRICS, open_console, read_rows
+from maxlite.runs.evaluations import build_evaluation
 from maxlite.runs.open_run import (
   first_state,
   lock_folder,
@@ -28,8 +28,7 @@ from maxlite.runs.open_run import (
   open_run_data,
   open_writers,
   restore,
-  save_config,
-  save_versions,
+  save_start,
 )
 from maxlite.runs.run_report import PlotImport, finalize, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
@@ -96,8 +95,7 @@ def _run(
     compilation = program.compile()
   for line in program.describe():
     console.print(line)
-  save_config(cfg, folder, changes)
-  save_versions(program, folder, done)
+  save_start(cfg, program, folder, changes, done)
   timer.start("initializing the weights, while a thread compiles the step")
   state = first_state(cfg, program, restored, console)
   timer.start("opening metrics and callbacks")
@@ -108,8 +106,10 @@ def _run(
   callbacks = [*open_callbacks(cfg, program, callbacks, writers, done + 1), PlotImport()]
   profiler = Profiler(cfg.observe, folder.profile)
   stack.callback(profiler.close)
+  trainer = open_trainer(cfg, program, state)
+  stack.callback(trainer.close)
   context = LoopContext(
-    trainer=open_trainer(cfg, program, state),
+    trainer=trainer,
     checkpoints=checkpoints,
     log=StepLog(cfg, program, writers, timer, best, callbacks, data_state),
     profiler=profiler,

@@ -35,7 +35,7 @@ class PredictionHead(NamedTuple):
   unembedding: Unembedding
 
 
-class _LocalHead(NamedTuple):
+class LocalHead(NamedTuple):
   """The columns of an unembedding on one shard."""
 
   w_DV: jax.Array
@@ -53,10 +53,21 @@ class TokenLogProbs(NamedTuple):
   logits_z_BT: jax.Array
 
 
+class PolicyLogProbs(NamedTuple):
+  """What a policy predicts of the target of every position, float32."""
+
+  # log p(target) [nats] at the temperature of the policy.
+  log_prob_BT: jax.Array
+  # Squared log-partition of the logits, without the temperature.
+  logits_z_BT: jax.Array
+  # Of the policy's distribution [nats], without a gradient.
+  entropy_BT: jax.Array
+
+
 Arrays = tuple[jax.Array, ...]
 # (states, rows, heads) -> sums over the tokens of a chunk, or values of each token [tokens]; states
 # and rows are [tokens, ...].
-_Chunk = Callable[[Arrays, Arrays, tuple[_LocalHead, ...]], Arrays]
+Chunk = Callable[[Arrays, Arrays, tuple[LocalHead, ...]], Arrays]
 
 
 def cross_entropy_sums(
@@ -142,31 +153,102 @@ def teacher_sums(
   )
 
 
+def divergence_sums(
+  student: PredictionHead,
+  teachers: Sequence[PredictionHead],
+  batch: DeviceBatch,
+  cfg: TrainingConfig,
+  sharder: Sharder,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Weighted sums of -log q(target), the squared log-partition, and a divergence of q and p [nats].
+
+  q is the student's distribution at `rollout_temperature`, p the mean distribution of the teachers.
+  With b = `gkd_beta` the divergence is KL(p || q) for b = 0, KL(q || p) for 1, and otherwise
+  b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q. Only q has a gradient.
+
+  Source: Agarwal et al., On-policy distillation of language models (2024), eq. 2, as in trl.
+  """
+  models = (student, *teachers)
+  return _token_sums(
+    functools.partial(_diverging, cfg.rollout_temperature, cfg.gkd_beta),
+    states=tuple(model.x_BTD for model in models),
+    rows=(batch.targets_BT, batch.weight_BT),
+    unembeddings=tuple(model.unembedding for model in models),
+    chunk_tokens=cfg.logits_chunk_tokens,
+    sharder=sharder,
+  )
+
+
 def token_log_probs(
   head: PredictionHead, targets_BT: jax.Array, chunk_tokens: int, sharder: Sharder
 ) -> TokenLogProbs:
   """The log-probability of every target, sharded as the targets."""
+  values = token_values(_log_probs, head, (targets_BT,), 2, chunk_tokens, sharder)
+  return TokenLogProbs(*values)
+
+
+def policy_log_probs(
+  head: PredictionHead,
+  targets_BT: jax.Array,
+  temperature: float,
+  chunk_tokens: int,
+  sharder: Sharder,
+) -> PolicyLogProbs:
+  """The log-probability of every target at a temperature, sharded as the targets."""
+  chunk = functools.partial(_policy, temperature)
+  values = token_values(chunk, head, (targets_BT,), 3, chunk_tokens, sharder)
+  return PolicyLogProbs(*values)
+
+
+def token_values(
+  chunk: Chunk,
+  head: PredictionHead,
+  rows: Arrays,
+  num_values: int,
+  chunk_tokens: int,
+  sharder: Sharder,
+  *,
+  check_vma: bool = True,
+) -> Arrays:
+  """The `num_values` values [B, T] that `chunk` computes for every token of `rows`, [B, T] each."""
   row_spec = sharder.spec(_ROW_NAMES)
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
   unembeddings = (head.unembedding,)
 
-  def local(x_btD: jax.Array, targets_bt: jax.Array, w_dv: jax.Array) -> Arrays:
+  def local(x_btD: jax.Array, rows: Arrays, w_dv: jax.Array) -> Arrays:
     states, weights = jax.lax.optimization_barrier(((x_btD,), (w_dv,)))
     states, weights = _gather_weights(states, weights, embed_axes)
     heads = _local_heads(weights, unembeddings, vocab_axes)
-    values = _chunked_values(_log_probs, states, (targets_bt,), heads, chunk_tokens)
-    return _before_gradients(tuple(value.reshape(targets_bt.shape) for value in values))
+    values = _chunked_values(chunk, states, rows, heads, chunk_tokens)
+    return _before_gradients(tuple(value.reshape(x_btD.shape[:2]) for value in values))
 
   sharded = jax.shard_map(
     local,
     mesh=sharder.mesh,
     in_specs=(sharder.spec((*_ROW_NAMES, None)), row_spec, sharder.spec(("embed", "vocab"))),
-    out_specs=(row_spec, row_spec),
+    out_specs=(row_spec,) * num_values,
+    check_vma=sharder.check_vma and check_vma,
+  )
+  return sharded(head.x_BTD, rows, head.unembedding.w_DV)
+
+
+def gather_sequences(x_BS: jax.Array, segment_BT: jax.Array, sharder: Sharder) -> jax.Array:
+  """[B, T]: of the values of segments 1, 2, ... of each row, the one of every position; else 0."""
+
+  def local(x_bs: jax.Array, segment_bt: jax.Array) -> jax.Array:
+    padded = jnp.pad(x_bs, ((0, 0), (1, 0)))
+    return jnp.take_along_axis(padded, segment_bt, axis=1)
+
+  row_spec = sharder.spec(_ROW_NAMES)
+  sharded = jax.shard_map(
+    local,
+    mesh=sharder.mesh,
+    in_specs=(sharder.spec((_ROW_NAMES[0], None)), row_spec),
+    out_specs=row_spec,
     check_vma=sharder.check_vma,
   )
-  log_prob_BT, logits_z_BT = sharded(head.x_BTD, targets_BT, head.unembedding.w_DV)
-  return TokenLogProbs(log_prob_BT, logits_z_BT)
+  return sharded(x_BS, segment_BT)
 
 
 def sequence_sums(
@@ -197,7 +279,7 @@ def sequence_sums(
 
 
 def _token_sums(
-  chunk: _Chunk,
+  chunk: Chunk,
   *,
   states: Arrays,
   rows: Arrays,
@@ -258,10 +340,10 @@ def _gather_weights(
 
 def _local_heads(
   weights: Arrays, unembeddings: tuple[Unembedding, ...], vocab_axes: tuple[str, ...]
-) -> tuple[_LocalHead, ...]:
+) -> tuple[LocalHead, ...]:
   heads = []
   for w_DV, unembedding in zip(weights, unembeddings, strict=True):
-    heads.append(_LocalHead(w_DV, vocab_axes, unembedding.soft_cap))
+    heads.append(LocalHead(w_DV, vocab_axes, unembedding.soft_cap))
   return tuple(heads)
 
 
@@ -284,7 +366,7 @@ _before_gradients.defvjp(_forward, _backward)
 
 
 def _chunked_sums(
-  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+  chunk: Chunk, states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...], chunk_length: int
 ) -> Arrays:
   """Sums of `chunk` over all tokens of a shard."""
   per_chunk = _map_chunks(chunk, states, rows, heads, chunk_length)
@@ -292,7 +374,7 @@ def _chunked_sums(
 
 
 def _chunked_values(
-  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+  chunk: Chunk, states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...], chunk_length: int
 ) -> Arrays:
   """The values of `chunk` for all tokens of a shard, [tokens] each."""
   num_tokens = math.prod(rows[0].shape[:2])
@@ -301,7 +383,7 @@ def _chunked_values(
 
 
 def _map_chunks(
-  chunk: _Chunk, states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...], chunk_length: int
+  chunk: Chunk, states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...], chunk_length: int
 ) -> Arrays:
   """The results of `chunk`, stacked if the tokens of the shard are divided; see `chunks`."""
 
@@ -328,10 +410,15 @@ def chunks(x: jax.Array, size: int) -> jax.Array:
   return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
 
 
-def _logits(x_TD: jax.Array, head: _LocalHead) -> tuple[jax.Array, jax.Array]:
-  """(logits_TV of this shard's columns, log-partition_T over all columns)."""
+def local_logits(x_TD: jax.Array, head: LocalHead) -> jax.Array:
+  """logits_TV of this shard's columns."""
   accumulator = np.promote_types(x_TD.dtype, jnp.float32)
-  logits_TV = apply_soft_cap(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
+  return apply_soft_cap(matmul(x_TD, head.w_DV, accumulator), head.soft_cap)
+
+
+def _logits(x_TD: jax.Array, head: LocalHead) -> tuple[jax.Array, jax.Array]:
+  """(logits_TV of this shard's columns, log-partition_T over all columns)."""
+  logits_TV = local_logits(x_TD, head)
   return logits_TV, _log_partition(logits_TV, head.vocab_axes)
 
 
@@ -367,7 +454,7 @@ def _target_logits(
   return psum(jnp.sum(jnp.where(is_target_TV, logits_TV, 0), axis=-1), vocab_axes)
 
 
-def _log_probs(states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]) -> Arrays:
+def _log_probs(states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...]) -> Arrays:
   """The chunk of `token_log_probs`."""
   (x_TD,) = states
   (targets_T,) = rows
@@ -375,6 +462,24 @@ def _log_probs(states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]) -> A
   logits_TV, partition_T = _logits(x_TD, head)
   target_T = _target_logits(logits_TV, targets_T, head.vocab_axes)
   return target_T - partition_T, jnp.square(partition_T)
+
+
+def _policy(
+  temperature: float, states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...]
+) -> Arrays:
+  """The chunk of `policy_log_probs`."""
+  (x_TD,) = states
+  (targets_T,) = rows
+  (head,) = heads
+  logits_TV, partition_T = _logits(x_TD, head)
+  logits_z_T = jnp.square(partition_T)
+  if temperature != 1:
+    logits_TV /= temperature
+    partition_T = _log_partition(logits_TV, head.vocab_axes)
+  target_T = _target_logits(logits_TV, targets_T, head.vocab_axes)
+  log_p_TV = jax.lax.stop_gradient(logits_TV - partition_T[:, None])
+  entropy_T = -psum(jnp.sum(jnp.exp(log_p_TV) * log_p_TV, axis=-1), head.vocab_axes)
+  return target_T - partition_T, logits_z_T, entropy_T
 
 
 def _target_sums(
@@ -393,7 +498,7 @@ def _target_sums(
 
 
 def _cross_entropy(
-  states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]
+  states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...]
 ) -> tuple[jax.Array, jax.Array]:
   """The chunk of `cross_entropy_sums`."""
   (x,) = states
@@ -406,7 +511,7 @@ def _cross_entropy(
 
 
 def _distillation(
-  states: Arrays, rows: Arrays, heads: tuple[_LocalHead, ...]
+  states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The chunk of `distillation_sums`."""
   x_TD, y_TJD = states
@@ -429,7 +534,7 @@ def _taught(
   top_k: int,
   states: Arrays,
   rows: Arrays,
-  heads: tuple[_LocalHead, ...],
+  heads: tuple[LocalHead, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The chunk of `teacher_sums`; the first state and head are the student's."""
   x_TD, *teacher_states = states
@@ -455,3 +560,37 @@ def _taught(
   divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
   divergence = jnp.sum(weight_T.astype(divergence_T.dtype) * divergence_T)
   return nll, logits_z, divergence
+
+
+def _diverging(
+  temperature: float,
+  beta: float,
+  states: Arrays,
+  rows: Arrays,
+  heads: tuple[LocalHead, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The chunk of `divergence_sums`; the first state and head are the student's."""
+  x_TD, *teacher_states = states
+  targets_T, weight_T = rows
+  head, *teacher_heads = heads
+  logits_TV, partition_T = _logits(x_TD, head)
+  weight_T = weight_T.astype(logits_TV.dtype)
+  logits_z = jnp.sum(weight_T * jnp.square(partition_T))
+  log_q_TV = _log_softmax(logits_TV / temperature, head.vocab_axes)
+  nll = -jnp.sum(weight_T * _target_logits(log_q_TV, targets_T, head.vocab_axes))
+  log_ps = []
+  for state_TD, teacher_head in zip(teacher_states, teacher_heads, strict=True):
+    teacher_logits_TV, _ = _logits(state_TD, teacher_head)
+    log_ps.append(_log_softmax(teacher_logits_TV / temperature, head.vocab_axes))
+  log_p_TV = functools.reduce(jnp.logaddexp, log_ps) - math.log(len(log_ps))
+  log_p_TV = jax.lax.stop_gradient(log_p_TV)
+  if beta == 0:
+    excess_TV = jnp.exp(log_p_TV) * (log_p_TV - log_q_TV)
+  elif beta == 1:
+    excess_TV = jnp.exp(log_q_TV) * (log_q_TV - log_p_TV)
+  else:
+    log_m_TV = jnp.logaddexp(log_p_TV + math.log(beta), log_q_TV + math.log1p(-beta))
+    excess_TV = beta * jnp.exp(log_p_TV) * (log_p_TV - log_m_TV)
+    excess_TV += (1 - beta) * jnp.exp(log_q_TV) * (log_q_TV - log_m_TV)
+  divergence_T = psum(jnp.sum(excess_TV, axis=-1), head.vocab_axes)
+  return nll, logits_z, jnp.sum(weight_T * divergence_T)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
-from maxlite.data.batch import DeviceBatch
+from maxlite.data.batch import Batch, DeviceBatch
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.layers.moe.receive_buffer import required_factor
@@ -58,6 +58,21 @@ class PairSums(struct.PyTreeNode):
   logps_rejected: jax.Array
 
 
+class PolicySums(struct.PyTreeNode):
+  """Sums over completions, or over their tokens, float32."""
+
+  # 1 per completion.
+  completions: jax.Array
+  # What is minimized, before it is divided by the number of tokens or completions.
+  loss: jax.Array
+  # Over tokens: 1 where the ratio's bound ends the gradient; entropy and divergences [nats].
+  clipped: jax.Array
+  entropy: jax.Array
+  # From the policy that wrote the completions, and from the reference.
+  behaviour_kl: jax.Array
+  reference_kl: jax.Array
+
+
 class Sums(struct.PyTreeNode):
   """Sums over the tokens of a batch, float32."""
 
@@ -77,6 +92,8 @@ class Sums(struct.PyTreeNode):
   divergence: jax.Array | None = None
   # For losses of pairs.
   pairs: PairSums | None = None
+  # For losses of rollouts.
+  policy: PolicySums | None = None
 
 
 class Hidden(struct.PyTreeNode):
@@ -195,6 +212,10 @@ class Loss:
   logits: bool = True
   # Whether it needs the draft heads.
   drafts: bool = False
+  # The kind of its batches.
+  batch: type[Batch] = Batch
+  # Replaces, in sums, the counts of a whole batch in which `combine` is not linear.
+  count: Callable[[Sums, DeviceBatch], Sums] = lambda sums, batch: sums
 
 
 NEXT_TOKEN = Loss(next_token, combine)
@@ -274,6 +295,7 @@ class DecoderLoss(LossFunction):
     if totals.mtp is not None:
       mtp_weight_J = mtp_weights(batch, self.model.cfg.mtp_num_layers)
       totals = totals.replace(mtp=totals.mtp.replace(weight_J=mtp_weight_J))
+    totals = self.loss.count(totals, batch)
     if totals.draft is None:
       return totals
     num_heads = self.model.cfg.num_draft_heads

@@ -21,6 +21,7 @@ from maxlite.config.schema import (
   DEFAULTS,
   ModelConfig,
   PhasesConfig,
+  RolloutConfig,
   TrainingConfig,
   build,
   flatten,
@@ -196,7 +197,13 @@ def open_weights_of(
   of_reader = flatten(reader.model)
   precision = {name: of_reader[name] for name in PRECISION}
   model = build(ModelConfig, flatten(weights.model) | precision)
-  cfg = dataclasses.replace(reader, model=model, phasing=PhasesConfig(), training=TrainingConfig())
+  cfg = dataclasses.replace(
+    reader,
+    model=model,
+    phasing=PhasesConfig(),
+    training=TrainingConfig(),
+    rollouts=RolloutConfig(),
+  )
   without_drafts = dataclasses.replace(model, num_draft_heads=0)  # as no phase trains them
   # The data are the reader's, whose rules its own loss and model follow.
   without_data = dataclasses.replace(cfg.data, dataset_type="synthetic", packing=True)

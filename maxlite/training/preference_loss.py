@@ -127,4 +127,9 @@ def _pair_log_probs(tokens: TokenLogProbs, batch: DeviceBatch, sharder: Sharder)
   return PairLogProbs(chosen_BP=log_prob_BS[:, 0::2], rejected_BP=log_prob_BS[:, 1::2])
 
 
-DPO = Loss(dpo_sums, _combine_pairs)
+def _count(sums: Sums, batch: DeviceBatch) -> Sums:
+  assert sums.pairs is not None, "a loss without pairs"
+  return sums.replace(pairs=sums.pairs.replace(pairs=count_pairs(batch)))
+
+
+DPO = Loss(dpo_sums, _combine_pairs, count=_count)

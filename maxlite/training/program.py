@@ -210,12 +210,12 @@ class Program:
     shapes = self._schedule.shapes
     if len(shapes) == 1:
       return jitted
-    batches = [self.abstract_inputs(shape) for shape in shapes]
+    batches = [self.abstract_inputs(self.objectives[0], shape) for shape in shapes]
     return compile_for_batches(jitted, self.abstract_state, batches)
 
   def _jit_step(self, objective: Objective) -> jax.stages.Wrapped:
     state_shardings = shardings_of(self.abstract_state)
-    inputs = self.abstract_inputs(objective.batch_shape)
+    inputs = self.abstract_inputs(objective)
     return jax.jit(
       build_objective_step(self, objective),
       in_shardings=(state_shardings, shardings_of(inputs)),
@@ -226,7 +226,7 @@ class Program:
 
   def lower(self, objective: Objective) -> jax.stages.Lowered:
     """Lower the step of one objective for its batches."""
-    inputs = self.abstract_inputs(objective.batch_shape)
+    inputs = self.abstract_inputs(objective)
     return self._jit_step(objective).lower(self.abstract_state, inputs)
 
   def compile(self) -> Future:
@@ -234,7 +234,8 @@ class Program:
     shapes = self._schedule.shapes
     if len(shapes) == 1:
       assert isinstance(self.step, jax.stages.Wrapped)  # whose first call finds it in JAX's cache
-      lowered = self.step.lower(self.abstract_state, self.abstract_inputs(shapes[0]))
+      inputs = self.abstract_inputs(self.objectives[0], shapes[0])
+      lowered = self.step.lower(self.abstract_state, inputs)
       return compile_in_thread(lowered)
     compiled: Future = Future()
     compiled.set_result(self.step)
@@ -268,9 +269,10 @@ class Program:
     """Lines on how the steps are compiled."""
     return []
 
-  def abstract_inputs(self, shape: tuple[int, int]) -> PyTree:
-    """The inputs of a step on a batch of this shape, as ShapeDtypeStructs."""
-    batch = abstract_batch(shape, self.batch_sharding)
+  def abstract_inputs(self, objective: Objective, shape: tuple[int, int] | None = None) -> PyTree:
+    """The inputs of a step of `objective`, on a batch of this shape, as ShapeDtypeStructs."""
+    kind = LOSSES[objective.spec.loss].batch
+    batch = abstract_batch(shape or objective.batch_shape, self.batch_sharding, kind)
     return join_inputs(batch, abstract_inputs(self.features))
 
   def with_extra_inputs(self, batch: DeviceBatch) -> PyTree:

@@ -28,6 +28,9 @@ class Trainer:
     self.state, metrics = self.program.step(self.state, inputs)
     return metrics
 
+  def close(self) -> None:
+    """Close files, after the last step."""
+
 
 def open_trainer(cfg: Config, program: Program, state: TrainState) -> Trainer:
   """The trainer of a program: a plain one, or of the feature that takes its steps otherwise."""

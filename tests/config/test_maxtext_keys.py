@@ -57,7 +57,7 @@ def test_every_key_that_maxlite_lacks_is_answered():
 
 @pytest.mark.parametrize("form", ["{}=7", "--{}=7", "--config.{}=7"])
 def test_every_key_of_post_training_and_of_token_files_is_answered(form):
-  keys = POST_TRAINING + TOKEN_FILES
+  keys = [key for key in POST_TRAINING + TOKEN_FILES if key not in KEYS]
   if "config" in form:
     keys = [key for key in keys if "." not in key]
   with pytest.raises(UserError) as error:
@@ -90,7 +90,7 @@ def test_sections_of_a_file_are_answered_key_by_key(tmp_path):
   assert answers["sft.yml:8"].endswith("write load_parameters_path=gs://student")
   assert "teacher_path=FOLDER" in answers["sft.yml:10"]
   assert answers["sft.yml:11"].endswith("write teacher_path=gs://teacher loss_type=distill")
-  assert "there is no RL" in answers["sft.yml:13"]
+  assert "no such part" in answers["sft.yml:13"]
 
 
 def test_the_answers_to_a_command_do_not_contradict_each_other():

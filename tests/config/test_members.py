@@ -6,7 +6,6 @@ import pytest
 
 from maxlite.config import load_config, yaml_files
 from maxlite.config.members import MEMBER_KEYS, members_of
-from maxlite.config.rules.training_rules import PREFERENCE_KEYS, TEACHER_KEYS
 from maxlite.config.schema import (
   DEFAULTS,
   Config,
@@ -18,6 +17,12 @@ from maxlite.config.schema import (
   RunConfig,
   TrainingConfig,
   flatten,
+)
+from maxlite.config.schema.training_config import (
+  POLICY_KEYS,
+  PREFERENCE_KEYS,
+  REFERENCE_KEYS,
+  TEACHER_KEYS,
 )
 from maxlite.errors import UserError
 
@@ -144,7 +149,7 @@ def test_keys_that_determine_batches_are_shared():
   assert MEMBER_KEYS & flatten(RunConfig()).keys() == {"init_weights_seed", "model_name"}
   assert flatten(ModelConfig()).keys() - MEMBER_KEYS == {"vocab_size"}
   assert flatten(OptimizerConfig()).keys() - MEMBER_KEYS == {"pbt_hyperparameters"}
-  of_other_models = {*TEACHER_KEYS, *PREFERENCE_KEYS}
+  of_other_models = {*TEACHER_KEYS, *PREFERENCE_KEYS, *REFERENCE_KEYS, *POLICY_KEYS}
   assert flatten(TrainingConfig()).keys() - MEMBER_KEYS == of_other_models
 
 

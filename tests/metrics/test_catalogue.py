@@ -41,8 +41,31 @@ RUNS = {
     "dataset_path": str(ROOT / "configs/chat/preferences.jsonl"),
     "chat_template_path": str(ROOT / "configs/chat/plain.jinja"),
   },
+  "rollouts": {
+    "decoder_block": "llama",
+    "loss_type": "grpo",
+    "dataset_type": "prompts",
+    "dataset_path": str(ROOT / "configs/rl/sort_prompts.jsonl"),
+  },
 }
-OTHERS = {"distill_loss", "replayed_steps", "expert_buffer_factor"}
+# Those of the host, in a run with rollouts.
+OF_ROLLOUTS = {
+  "kl",
+  "reward",
+  "reward/*",
+  "eval_task/*",
+  "eval_task_stderr/*",
+  "reward_std",
+  "silent_groups",
+  "completion_length",
+  "truncated_share",
+  "rollout_agreement",
+  "rollout_rounds",
+  "generation_seconds",
+  "verification_seconds",
+  "reward_seconds",
+}
+OTHERS = {"distill_loss", "sampled_entropy", "replayed_steps", "expert_buffer_factor", *OF_ROLLOUTS}
 
 
 def ones_of(tree, dtype=None):
@@ -54,7 +77,7 @@ def names_in(name):
   """The metrics of a step and of an evaluation, by tracing, and those of the host."""
   cfg = config_of(**{"dataset_type": "synthetic", "sharding_tolerance": 1, **RUNS[name]})
   program = build(cfg)
-  inputs = program.abstract_inputs(program.batch_shape)
+  inputs = program.abstract_inputs(program.objectives[0])
   _, metrics = jax.eval_shape(program.build_joint_step(), program.abstract_state, inputs)
   on_host = ones_of(metrics) | {"phase": 0}
   speed = {"step_seconds": 1.0, "num_devices": 1, "flops_per_step": 1.0, "peak_tflops": 1.0}
@@ -77,8 +100,11 @@ def test_the_catalogue_has_no_metric_that_does_not_exist():
   written = set.union(*map(names_in, RUNS))
   for pattern in METRICS.keys() - OTHERS - {f"*/{loss}" for loss in LOSS_NAMES}:
     assert fnmatch.filter(written, pattern), pattern
-  sources = "".join(path.read_text("utf-8") for path in (ROOT / "maxlite/training").rglob("*.py"))
-  assert all(f'"{name}"' in sources for name in OTHERS)
+  sources = ""
+  for folder in ("training", "rollouts"):
+    for path in (ROOT / "maxlite" / folder).rglob("*.py"):
+      sources += path.read_text("utf-8")
+  assert all(f'"{name.removesuffix("*")}' in sources for name in OTHERS)
 
 
 def test_the_page_of_metrics_is_up_to_date():

@@ -409,7 +409,7 @@ def test_match_phase_has_no_backward_pass_of_the_trunk():
   whole_batch = {"logits_chunk_tokens": ROWS * LENGTH}  # in chunks, logits are computed twice
   program = build(config_of(**KEYS | whole_batch, **mesh_keys("")), jax.devices()[:1])
   state = program.abstract_state
-  batch = program.abstract_inputs(program.batch_shape)
+  batch = program.abstract_inputs(program.objectives[0])
 
   def forward(state, batch):
     return run_forward(program.model, state.params, batch, None, drafts=False)

@@ -9,10 +9,9 @@ from support.tiny import LENGTH, ROWS, uneven_batch
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models import Decoder
-from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.registry import LOSSES
 from maxlite.sharding import Sharder, build_mesh
-from maxlite.training.features.reference import ReferenceLoss
-from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, Sums
+from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, PolicySums, Sums
 from maxlite.training.mtp_loss import MtpSums
 
 HEADS = 2  # of drafts, and layers of multi-token prediction
@@ -94,6 +93,7 @@ def sums_of(batch, num_mtp):
     dropped=np.zeros(num_layers, np.float32),
   )
   pairs = np.float32(np.sum(batch.segment_BT.max(axis=1) // 2))
+  completions = np.float32(batch.segment_BT.max(axis=1).sum())
   mtp = None
   if num_mtp:
     mtp = MtpSums(np.float32(weight_J[:num_mtp]), numbers(num_mtp))
@@ -106,17 +106,16 @@ def sums_of(batch, num_mtp):
     mtp=mtp,
     divergence=numbers(),
     pairs=PairSums(pairs, *(numbers() for _ in range(6))),
+    policy=PolicySums(completions, *(numbers() for _ in range(5))),
   )
 
 
-def loss_of(name, num_mtp, scope):
-  keys = {"mtp_num_layers": num_mtp, "load_balance_loss_scope": scope}
+def loss_of(name, num_mtp, scope, **others):
+  keys = {"mtp_num_layers": num_mtp, "load_balance_loss_scope": scope, **others}
   cfg = build(Config, DEFAULTS | KEYS | keys)
   mesh = build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])
   model = Decoder(cfg.model, Sharder(mesh))
   arguments = (model, LOSSES[name], cfg.training, cfg.model.moe)
-  if name in PREFERENCE_LOSSES:
-    return ReferenceLoss(*arguments, model)
   return DecoderLoss(*arguments)
 
 
@@ -161,6 +160,8 @@ def wanted_loss(name, sums, scope):
     "next_token_and_draft": nll + 0.6 * draft,
     "distill": 0.75 * nll + 0.25 * 4 * sums.divergence / sums.weight,
     "dpo": sums.pairs.loss / sums.pairs.pairs,
+    "grpo": sums.policy.loss / sums.weight,
+    "on_policy_distill": sums.divergence / sums.weight,
   }
   return totals[name] + extra
 
@@ -197,7 +198,23 @@ def test_micro_batches_use_the_slopes_of_the_whole_batch(name, scope, num_mtp):
     found = [of_all.nll, of_all.logits_z, of_all.divergence, of_all.draft.loss, layers]
     if num_mtp:
       found.append(of_all.mtp.nll_J)
-    return jax.tree.leaves((found, of_all.pairs.loss))
+    return jax.tree.leaves((found, of_all.pairs.loss, of_all.policy.loss))
 
   for found, wanted in zip(slopes(known), slopes(sums), strict=True):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_losses_of_completions_are_means_over_those_of_the_whole_batch(aggregation):
+  """Of completions, not of tokens, and known before the first backward pass."""
+  batch = make_batch()
+  loss = loss_of("grpo", 0, "sequence", loss_aggregation=aggregation, max_completion_length=5)
+  sums = sums_of(batch, 0)
+  known = loss.linearization_point(
+    jax.tree.map(jnp.zeros_like, sums), jax.tree.map(jnp.asarray, batch), lambda: sums
+  )
+  divisor = batch.segment_BT.max(axis=1).sum() * (5 if aggregation == "constant" else 1)
+  for point in (sums, known):
+    arrays = jax.tree.map(jnp.asarray, point)
+    slope = jax.grad(lambda sums: loss.combine(sums)[0])(arrays).policy.loss
+    np.testing.assert_allclose(slope, 1 / divisor, rtol=1e-6)

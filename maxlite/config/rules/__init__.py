@@ -15,6 +15,7 @@ from maxlite.config.rules.mesh_rules import MESH_RULES
 from maxlite.config.rules.model_rules import MODEL_RULES
 from maxlite.config.rules.moe_rules import MOE_RULES
 from maxlite.config.rules.path_rules import PATH_RULES
+from maxlite.config.rules.rollout_rules import ROLLOUT_RULES
 from maxlite.config.rules.run_rules import RUN_RULES
 from maxlite.config.rules.training_rules import TRAINING_RULES
 from maxlite.config.rules.violation import Violations
@@ -34,6 +35,7 @@ RULES: tuple[Callable[[Config], Violations], ...] = (
   *DATA_RULES,
   *ENSEMBLE_RULES,
   *TRAINING_RULES,
+  *ROLLOUT_RULES,
   *ENTRY_POINT_RULES,
   *MESH_RULES,
 )

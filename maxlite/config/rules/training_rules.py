@@ -9,13 +9,19 @@ from maxlite.config.rules.violation import (
   ensemble_key,
 )
 from maxlite.config.schema import DEFAULTS, Config, flatten
-from maxlite.config.schema.training_config import PREFERENCE_KEYS, TEACHER_KEYS
+from maxlite.config.schema.training_config import (
+  PREFERENCE_KEYS,
+  REFERENCE_KEYS,
+  TEACHER_KEYS,
+)
 from maxlite.registry import (
   DRAFT_LOSSES,
   OPTIMIZERS,
   PREFERENCE_LOSSES,
+  ROLLOUT_LOSSES,
   SOURCES,
   TAUGHT_LOSSES,
+  has_reference,
 )
 
 
@@ -135,7 +141,7 @@ def multi_token_prediction(cfg: Config) -> Violations:
       ["mtp_num_layers", "max_target_length"],
       f"rows are shorter; write mtp_num_layers={limit}",
     )
-  if any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     yield Violation(
       ["mtp_num_layers", "loss_type"],
       "these layers would also learn the rejected answers; write mtp_num_layers=0, also in "
@@ -182,11 +188,30 @@ def local_updates(cfg: Config) -> Violations:
     )
 
 
+# Keys of one of the losses with a teacher.
+_ONLY_IN = {
+  "distill": ["distill_alpha", "distill_temperature", "distill_top_k"],
+  "on_policy_distill": ["gkd_beta"],
+}
+
+
+def keys_of_teachers(cfg: Config) -> Violations:
+  """Keys of one of the losses with a teacher, in a run with another."""
+  used = {str(loss) for loss in losses(cfg)}
+  for loss, keys in _ONLY_IN.items():
+    if used.isdisjoint(TAUGHT_LOSSES) or loss in used:
+      continue
+    for name in changed_keys(cfg, keys):
+      yield Violation(
+        [name, "loss_type"], f"is only read by loss {loss}; write {name}={show(DEFAULTS[name])}"
+      )
+
+
 def teacher(cfg: Config) -> Violations:
   """The rules of loss `distill`."""
   training = cfg.training
   raw_phases = cfg.phasing.phases
-  if not any(loss in TAUGHT_LOSSES for loss in _losses(cfg)):
+  if not any(loss in TAUGHT_LOSSES for loss in losses(cfg)):
     for name in changed_keys(cfg, TEACHER_KEYS):
       yield Violation(
         [name, "loss_type"],
@@ -240,6 +265,11 @@ def deterministic_reductions(cfg: Config) -> Violations:
       [name, key],
       f"the same bits are not proven with it; write {name}={show(DEFAULTS[name])} or {key}=false",
     )
+  if any(loss in ROLLOUT_LOSSES for loss in losses(cfg)):
+    yield Violation(
+      [key, "loss_type"],
+      f"the bits of rollouts depend on the number of devices; write {key}=false",
+    )
   if "xla_disable_hlo_passes" in cfg.run.compiler_options:
     yield Violation(
       ["compiler_options", key], "this key sets xla_disable_hlo_passes; remove it from the options"
@@ -279,9 +309,13 @@ def step_audit(cfg: Config) -> Violations:
       ["ragged_buffer_factor", "audit_period"],
       "steps that are replayed are not audited; write audit_period=0, or ragged_overflow=drop",
     )
+  if any(loss in ROLLOUT_LOSSES for loss in losses(cfg)):
+    yield Violation(
+      ["audit_period", "loss_type"], "steps on rollouts are not audited; write audit_period=0"
+    )
 
 
-def _losses(cfg: Config) -> list[Raw]:
+def losses(cfg: Config) -> list[Raw]:
   """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
   losses = [phase.get("loss", loss_type) for phase in cfg.phasing.phases]
@@ -291,27 +325,20 @@ def _losses(cfg: Config) -> list[Raw]:
 def preference(cfg: Config) -> Violations:
   """The rules of loss `dpo`."""
   training = cfg.training
-  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if not any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     for name in changed_keys(cfg, PREFERENCE_KEYS):
       yield Violation(
         [name, "loss_type"],
         f"is only read by loss dpo; write loss_type=dpo, or {name}={show(DEFAULTS[name])}",
       )
   yield from _pairs(cfg)
-  if not any(loss in PREFERENCE_LOSSES for loss in _losses(cfg)):
+  if not any(loss in PREFERENCE_LOSSES for loss in losses(cfg)):
     return
   own_ensemble_key = ensemble_key(cfg.ensemble)
   if own_ensemble_key:
     yield Violation(
       ["loss_type", own_ensemble_key],
       "members have no reference model; train solo runs, or write loss_type=next_token",
-    )
-  has_adapters_only = cfg.model.lora.lora_rank > 0 and bool(cfg.phasing.phases)
-  if not training.reference_path and not has_adapters_only:
-    yield Violation(
-      ["loss_type", "reference_path"],
-      "needs a reference model; write reference_path=FOLDER of what training starts from, or "
-      "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
     )
   if cfg.model.mtp_num_layers and training.mtp_loss_scaling_factor:
     yield Violation(
@@ -324,6 +351,25 @@ def preference(cfg: Config) -> Violations:
     yield Violation(
       ["sequence_length_schedule", "loss_type"],
       "would cut pairs; write sequence_length_schedule=[]",
+    )
+
+
+def reference(cfg: Config) -> Violations:
+  """The rules on the reference model of a loss."""
+  training = cfg.training
+  if not any(has_reference(str(loss), training.grpo_beta) for loss in losses(cfg)):
+    for name in changed_keys(cfg, REFERENCE_KEYS):
+      yield Violation(
+        [name, "loss_type"],
+        f"is only read by loss dpo, and by loss grpo with grpo_beta; write one, or {name}=''",
+      )
+    return
+  has_adapters_only = cfg.model.lora.lora_rank > 0 and bool(cfg.phasing.phases)
+  if not training.reference_path and not has_adapters_only:
+    yield Violation(
+      ["loss_type", "reference_path"],
+      "needs a reference model; write reference_path=FOLDER of what training starts from, or "
+      "lora_rank=8 and phases that train only adapters (configs/chat/dpo.yml)",
     )
 
 
@@ -354,6 +400,8 @@ TRAINING_RULES = (
   local_updates,
   deterministic_reductions,
   step_audit,
+  keys_of_teachers,
   teacher,
   preference,
+  reference,
 )

@@ -38,6 +38,7 @@ from maxlite.config.schema.model_config import ModelConfig
 from maxlite.config.schema.model_config import RopeConfig as RopeConfig
 from maxlite.config.schema.moe_config import MoeConfig as MoeConfig
 from maxlite.config.schema.moe_config import TilesConfig as TilesConfig
+from maxlite.config.schema.rollout_config import RolloutConfig as RolloutConfig
 from maxlite.config.schema.run_config import MESH_AXES as MESH_AXES
 from maxlite.config.schema.run_config import AxisRules as AxisRules
 from maxlite.config.schema.run_config import (
@@ -67,6 +68,7 @@ class Config:
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
   training: TrainingConfig = TrainingConfig()
+  rollouts: RolloutConfig = RolloutConfig()
   local_updates: LocalUpdatesConfig = LocalUpdatesConfig()
   phasing: PhasesConfig = PhasesConfig()
   ensemble: EnsembleConfig = EnsembleConfig()

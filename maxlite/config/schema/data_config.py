@@ -31,7 +31,8 @@ class DataConfig:
     "text",
     "Data source; `chat` reads conversations from JSON lines and trains on the assistant's answers "
     "(data/sources/chat.py); `preference` reads pairs of a chosen and a rejected answer for loss "
-    "dpo (data/sources/preference.py).",
+    "dpo (data/sources/preference.py); `prompts` reads what the model completes for loss grpo "
+    "(data/sources/prompts.py).",
     choices=SOURCES,
   )
   dataset_path: tuple[str, ...] = field(
@@ -93,6 +94,9 @@ class DataConfig:
     "", "Tokenized data; empty: base_output_directory/.tokens."
   )
   max_target_length: int = field(256, "Sequence length in tokens.", low=1)
+  max_prefill_predict_length: int = field(
+    64, "Tokens of a prompt of dataset_type=prompts at most.", low=1
+  )
   per_device_batch_size: float = field(
     8.0, "Rows per device and step; the product with all devices must be whole.", low=0
   )

@@ -9,7 +9,9 @@ from maxlite.config.schema.data_config import SCHEDULE_KEYS, DataConfig
 from maxlite.config.schema.model_config import ModelConfig
 from maxlite.config.schema.run_config import RunConfig
 from maxlite.config.schema.training_config import (
+  POLICY_KEYS,
   PREFERENCE_KEYS,
+  REFERENCE_KEYS,
   TEACHER_KEYS,
   OptimizerConfig,
   PhasesConfig,
@@ -18,9 +20,12 @@ from maxlite.config.schema.training_config import (
 from maxlite.registry import LOSSES, SAMPLERS
 
 MAX_MEMBERS = 4096
+TASK_FORM = "{name: NAME, path: [FILES], reward_functions: [equal_answer]}"
 SOURCE_FORM = "{name: NAME, path: [FILES], weight: 1}"
 _RULE = "{log_uniform: [low, high]} (for learning rates), {uniform: [low, high]} or {choice: [...]}"
 SEARCH_FORM = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
+# Keys of training that need another model, or rollouts.
+_OF_OTHER_MODELS = (*TEACHER_KEYS, *PREFERENCE_KEYS, *REFERENCE_KEYS, *POLICY_KEYS)
 # Keys of data, or their beginnings, that apply to the whole run.
 _RUN_DATA = ("tokenizer", "token_cache", "eval", "grain", "max_target_length", *SCHEDULE_KEYS)
 DATA_KEYS = tuple(key for key in flatten(DataConfig()) if not key.startswith(_RUN_DATA))
@@ -101,6 +106,21 @@ class MixtureEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalTaskEntry:
+  """A task at evaluations: prompts that the model completes, and rewards of the completions."""
+
+  name: str = field("", "Name of its metrics.", required=TASK_FORM)
+  path: tuple[str, ...] = field((), "Prompts, as of dataset_type=prompts.", required=TASK_FORM)
+  reward_functions: tuple[str, ...] = field(
+    (), "Rewards, which are added, as in reward_functions.", required=TASK_FORM
+  )
+  max_new_tokens: int = field(64, "Tokens of a completion at most.", low=1)
+  num_samples: int = field(1, "Completions of each prompt.", low=1)
+  temperature: float = field(0.0, "Softmax temperature; 0: greedy.", low=0)
+  max_prompts: int = field(-1, "Prompts, the first of the files; -1: all.", low=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class MemberEntry:
   """A member of an ensemble: what distinguishes it from the others."""
 
@@ -111,9 +131,7 @@ class MemberEntry:
   optimizer: OptimizerConfig = inherit(
     OptimizerConfig(), _keys(OptimizerConfig(), ["pbt_hyperparameters"])
   )
-  training: TrainingConfig = inherit(
-    TrainingConfig(), _keys(TrainingConfig(), [*TEACHER_KEYS, *PREFERENCE_KEYS])
-  )
+  training: TrainingConfig = inherit(TrainingConfig(), _keys(TrainingConfig(), _OF_OTHER_MODELS))
   phasing: PhasesConfig = inherit(PhasesConfig(), ["phases", "initial_phases"])
 
 
@@ -148,4 +166,5 @@ ENTRIES: dict[str, SectionClass] = {
   "sweep": SweepEntry,
   "search": SearchEntry,
   "dataset_mixture": MixtureEntry,
+  "eval_tasks": EvalTaskEntry,
 }

@@ -135,5 +135,7 @@ class ConvertConfig:
   """Output of `maxlite.convert`."""
 
   output_path: str = machine_field(
-    "", "Folder that to_hf or to_peft writes; name of the run that upcycle creates."
+    "",
+    "Folder that to_hf or to_peft writes; name of the run that upcycle creates; file that "
+    "maxlite.rollout writes, by default samples.jsonl in the run's folder.",
   )

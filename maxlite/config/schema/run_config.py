@@ -190,6 +190,12 @@ class ObserveConfig:
   )
   eval_interval: int = field(100, "Steps between evaluations; -1 or 0: only at the end.", low=-1)
   eval_steps: int = field(16, "Batches per evaluation; -1: all held out.", low=-1)
+  eval_tasks: tuple[FrozenMapping, ...] = field(
+    (),
+    "Tasks at evaluations, for which the model writes answers: {name: N, path: [FILES], "
+    "reward_functions: [equal_answer]} with further keys, which are below (docs/rl.md).",
+    runs_code=True,
+  )
   early_stopping_patience: int = field(
     0, "Evaluations without a lower held-out loss after which the run ends; 0: never.", low=0
   )

@@ -53,14 +53,17 @@ class TrainingConfig:
   )
   loss_type: str = field(
     "next_token",
-    "Loss: `next_token`; `distill`, which also follows a teacher's predictions; or `dpo`, direct "
-    "preference optimization, which trains on dataset_type=preference.",
+    "Loss: `next_token`; `distill`, which also follows a teacher's predictions; `dpo`, direct "
+    "preference optimization, which trains on dataset_type=preference; `grpo`, which trains on the "
+    "model's own completions of dataset_type=prompts by their rewards; or `on_policy_distill`, "
+    "which follows a teacher on them (docs/rl.md).",
     choices=RUN_LOSSES,
   )
   teacher_path: str = field(
     "",
-    "Teacher of loss distill: a run folder, a Hugging Face folder, or the folder of an ensemble, "
-    "whose members' probabilities are averaged. Its vocabulary must be the student's.",
+    "Teacher of losses distill and on_policy_distill: a run folder, a Hugging Face folder, or the "
+    "folder of an ensemble, whose members' probabilities are averaged. Its vocabulary must be the "
+    "student's.",
   )
   teacher_members: tuple[str, ...] = field((), "Members of the teacher that are averaged; []: all.")
   distill_alpha: float = field(
@@ -69,13 +72,20 @@ class TrainingConfig:
   distill_temperature: float = field(
     1.0, "Temperature of teacher and student in loss distill.", low=0
   )
+  gkd_beta: float = field(
+    1.0,
+    "Divergence in loss on_policy_distill: 0, of the student from the teacher (forward KL); 1, of "
+    "the teacher from the student (reverse KL); between, Jensen-Shannon's.",
+    low=0,
+    high=1,
+  )
   distill_top_k: int = field(
     0, "Likeliest tokens of the teacher that loss distill keeps, renormalized; 0: all.", low=0
   )
   reference_path: str = field(
     "",
-    "Reference model of loss dpo: a run folder or a Hugging Face folder. Empty: the model without "
-    "its adapters, which must then be all that is trained.",
+    "Reference model of loss dpo, and of loss grpo with grpo_beta: a run folder or a Hugging Face "
+    "folder. Empty: the model without its adapters, which must then be all that is trained.",
   )
   dpo_beta: float = field(
     0.1, "Scale of the rewards in loss dpo: the strength of the pull to the reference.", low=0
@@ -85,6 +95,40 @@ class TrainingConfig:
     "Assumed share of pairs in which the wrong answer is preferred, in loss dpo.",
     low=0,
     high=0.5,
+  )
+  rollout_temperature: float = field(
+    1.0, "Temperature at which a model writes rollouts, and of its log-probabilities in the loss."
+  )
+  max_completion_length: int = field(
+    -1,
+    "Tokens of a completion in rollouts at most; -1: max_target_length less the longest prompt.",
+    low=-1,
+  )
+  grpo_epsilon: float = field(
+    0.2, "How far the probability ratio of a token is followed below 1 in loss grpo.", low=0
+  )
+  grpo_epsilon_high: float = field(
+    -1.0, "The same above 1; -1: as grpo_epsilon (DAPO's higher bound is 0.28).", low=-1
+  )
+  grpo_beta: float = field(
+    0.0, "Weight of the divergence from the reference in loss grpo; 0: no reference.", low=0
+  )
+  use_bias_correction_kl: bool = field(
+    True,
+    "The divergence is weighted by the probability ratio, so that its gradient is unbiased too; "
+    "false: as in the first GRPO paper.",
+  )
+  importance_sampling_level: str = field(
+    "token",
+    "Probability ratio in loss grpo: of each `token`, or the geometric mean over the `sequence` "
+    "(GSPO).",
+    choices=("token", "sequence"),
+  )
+  loss_aggregation: str = field(
+    "token",
+    "Mean in loss grpo: over all `token`s (DAPO); over the means of each `sequence` (GRPO); or "
+    "`constant`, the sum by max_completion_length, over the completions (Dr. GRPO).",
+    choices=("token", "sequence", "constant"),
   )
   logits_chunk_tokens: int = field(2048, "Tokens per device with logits in memory at once.", low=1)
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
@@ -121,9 +165,21 @@ class TrainingConfig:
 
 
 _TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]
-# Keys that only loss `distill` reads, and keys that only preference losses read.
-TEACHER_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_")))
-PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith(("reference_", "dpo_")))
+# Keys that only loss `distill` reads, only preference losses, and losses with a reference model.
+TEACHER_KEYS = tuple(
+  key for key in _TRAINING_KEYS if key.startswith(("teacher_", "distill_", "gkd_"))
+)
+PREFERENCE_KEYS = tuple(key for key in _TRAINING_KEYS if key.startswith("dpo_"))
+REFERENCE_KEYS = ("reference_path",)
+# Keys that only losses of rollouts read, beside those of `RolloutConfig`.
+POLICY_KEYS = (
+  "rollout_temperature",
+  "max_completion_length",
+  "use_bias_correction_kl",
+  "importance_sampling_level",
+  "loss_aggregation",
+  *(key for key in _TRAINING_KEYS if key.startswith("grpo_")),
+)
 
 
 @dataclasses.dataclass(frozen=True)

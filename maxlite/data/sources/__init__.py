@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from maxlite.data.sources.chat import ChatEncoder, ConversationTokenizer, chat_d
 from maxlite.data.sources.file_paths import count_suffixes, expand_paths
 from maxlite.data.sources.jsonl import jsonl_documents
 from maxlite.data.sources.preference import PairTokenizer, preference_documents
+from maxlite.data.sources.prompts import PromptRows, read_prompts
 from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
@@ -64,6 +67,8 @@ class DataSource:
   def describe_batches(self, num_rows: int, row_length: int) -> str:
     """Return the size of batches and, of a single source, their number in an epoch, for the log."""
     text = f"{num_rows} x {row_length} tokens per step"
+    if isinstance(self.train, PromptRows):
+      text = f"{num_rows} prompts per step"
     if not self.parts:
       text += f", {len(self.train) / num_rows:,.1f} steps per epoch"
     return text
@@ -174,6 +179,29 @@ def preference_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -
     num_bytes_V=tokenizer.num_bytes_V,
     summary=_summary(data, "pairs", documents_per_unit=2),
     files=data.files,
+  )
+
+
+def prompts_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
+  """Open prompts, which are in memory; none is held out."""
+  tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  chat = open_chat(cfg, tokenizer)
+  files, skipped = expand_paths(cfg.dataset_path, ".jsonl", "dataset_path", (".parquet", ".arrow"))
+  counts: Counter[str] = Counter()
+  prompts = read_prompts(files, cfg, tokenizer, chat, build_reject(cfg.on_bad_row, counts))
+  rows = PromptRows(prompts, tokenizer.identity if chat is None else chat.identity)
+  summary = f"{rows.num_tokens:,} tokens in {len(rows):,} prompts"
+  for what, count in counts.items():
+    summary += f"; {count:,} {what}"
+  report = f"read {count_suffixes(files)}"
+  if skipped:
+    report += f"; skipped {count_suffixes(skipped)} (dataset_path=FOLDER/** reads any file)"
+  return DataSource(
+    train=cast(RowSource, rows),  # Prompts instead of rows of tokens.
+    eval=None,
+    num_bytes_V=tokenizer.num_bytes_V,
+    summary=summary,
+    files=report,
   )
 
 

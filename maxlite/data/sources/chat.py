@@ -41,6 +41,7 @@ Columns: TypeAlias = Mapping[str, str]
 NO_COLUMNS: Columns = MappingProxyType({})
 Today = Callable[[], datetime.date]
 _PROBE = "1729"  # an answer used to find the token that follows answers
+_PROBE_OF_TURN = "(1729-answer-4104)"  # an answer used to find what follows it
 _FORMAT = 2  # of tokenized conversations; changes whenever their ids or their mask do
 MAX_CHARACTERS = 1 << 19  # of a conversation that does not fit into a row
 MAX_DEPTH = 100  # of the lists and objects in a row
@@ -153,6 +154,27 @@ class ChatEncoder:
     """
     text = self._template.render(messages, add_generation_prompt=True, variables=variables)
     ids, _ = self._tokenizer.encode_with_offsets(text)
+    return ids.tolist()
+
+  def continuation(
+    self,
+    messages: Sequence[Message],
+    following: Sequence[Message],
+    variables: Variables = NO_VARIABLES,
+  ) -> list[int]:
+    """Encode what is between the answer that ends `messages` and the next, after `following`.
+
+    The text of that answer does not matter, since its ids are known.
+
+    Raises:
+      UserError: the template rejects the conversation, or does not print the answer.
+    """
+    probed = [*messages[:-1], {**messages[-1], "content": _PROBE_OF_TURN}, *following]
+    text = self._template.render(probed, add_generation_prompt=True, variables=variables)
+    _, found, rest = text.partition(_PROBE_OF_TURN)
+    if not found:
+      raise UserError("the chat template drops the answers before the last: use another")
+    ids, _ = self._tokenizer.encode_with_offsets(rest)
     return ids.tolist()
 
   def encode(

@@ -46,7 +46,7 @@ class PhasedProgram(Program):
     for index, objective in enumerate(self.objectives):
       is_first = functools.partial(_is_first_of_phase, index)
       steps[objective.name] = build_objective_step(self, objective, check_zero=is_first)
-      inputs[objective.name] = self.abstract_inputs(objective.batch_shape)
+      inputs[objective.name] = self.abstract_inputs(objective)
     return PhasePrograms(
       steps,
       self._plan.schedule,
@@ -81,7 +81,7 @@ class PhasedProgram(Program):
     steps = {}
     for each in self.objectives:
       steps[each.name] = build_objective_step(self, each, freeze_diverged=freeze_diverged)
-    inputs = self.abstract_inputs(self.batch_shape)
+    inputs = self.abstract_inputs(self.objectives[0], self.batch_shape)
     return switch_step(steps, self._plan.schedule, self.abstract_state, inputs)
 
   def describe(self) -> list[str]:

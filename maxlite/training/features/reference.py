@@ -1,12 +1,12 @@
-"""Preference losses: the frozen reference model, which runs on the model's mesh in its step.
+"""The frozen reference model of a loss, which runs on the model's mesh in its step.
 
 It is the model of a folder, whose parameters are inputs of the step, or the trained model without
-its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, and
-evaluates them on held-out pairs.
+its adapters. The feature adds its forward pass to the losses of the table PREFERENCE_LOSSES, which
+it evaluates on held-out pairs, and to losses of rollouts that stay near a reference.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 
@@ -17,13 +17,12 @@ from maxlite.layers.lora import ADAPTER, drop_modules
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, parameter_sizes, train_flops
 from maxlite.models import Decoder
 from maxlite.optim.labels import Labels, trained_paths
-from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.registry import LOSSES, PREFERENCE_LOSSES, has_reference
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.feature import EvalStep, Feature, FeatureRequest
-from maxlite.training.features.frozen_models import FrozenModels
-from maxlite.training.loss import DecoderLoss, Hidden, Sums, run_forward
+from maxlite.training.features.frozen_models import FollowingLoss, FrozenModels
+from maxlite.training.loss import DecoderLoss
 from maxlite.training.model_folders import reference_folders
-from maxlite.training.preference_loss import count_pairs
 from maxlite.training.spec import ObjectiveSpec, StepSpec
 
 REFERENCE = "reference"  # The name of the parameters among the inputs of a step.
@@ -65,14 +64,20 @@ class Reference(Feature):
     return self._folder.inputs_hash
 
   def wrap_loss(self, loss: DecoderLoss, objective: ObjectiveSpec) -> DecoderLoss:
-    if objective.loss not in PREFERENCE_LOSSES:
+    if not has_reference(objective.loss, self._spec.training.grpo_beta):
       return loss
     return self.add_reference(loss)
 
-  def add_reference(self, loss: DecoderLoss) -> "ReferenceLoss":
+  def add_reference(self, loss: DecoderLoss) -> DecoderLoss:
     """The loss with the reference model."""
     reference = Decoder(self.model, loss.model.sharder)
-    return ReferenceLoss(loss.model, loss.loss, loss.cfg, loss.moe, reference)
+    return FollowingLoss(loss.model, loss.loss, loss.cfg, loss.moe, (reference,), self._params)
+
+  def _params(self, params: PyTree, extra: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
+    """The parameters of the reference, by those of the trained model and the step's inputs."""
+    if self._folder is None:
+      return (drop_modules(params, ADAPTER),)
+    return extra[REFERENCE]
 
   def build_eval_step(self, model: Decoder) -> EvalStep | None:
     if not self._spec.evaluates_pairs:
@@ -96,7 +101,7 @@ class Reference(Feature):
     return eval_step
 
   def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
-    if objective.loss not in PREFERENCE_LOSSES:
+    if not has_reference(objective.loss, self._spec.training.grpo_beta):
       return 0.0
     return self.forward_flops(batch_shape)
 
@@ -109,7 +114,7 @@ class Reference(Feature):
 
 
 def build_reference(request: FeatureRequest) -> Reference:
-  """The reference of a run with a preference loss; an entry of FEATURES.
+  """The reference of a run whose loss has one; an entry of FEATURES.
 
   Raises:
     UserError: the reference is the model without adapters, and a phase trains other parameters.
@@ -121,7 +126,7 @@ def build_reference(request: FeatureRequest) -> Reference:
     folder = FrozenModels(REFERENCE, request.command, mesh, reference_folders)
     return Reference(spec, folder)
   for objective in spec.objectives:
-    if objective.loss in PREFERENCE_LOSSES and objective.train is not None:
+    if has_reference(objective.loss, spec.training.grpo_beta) and objective.train is not None:
       _require_adapters_only(objective, request.labels[objective.name])
   return Reference(spec, None)
 
@@ -134,35 +139,3 @@ def _require_adapters_only(objective: ObjectiveSpec, labels: Labels) -> None:
         f"phase {objective.name}: loss={objective.loss} would change its own reference by training "
         f'{path}: write train: [".*lora_.*"], or reference_path=FOLDER of what training starts from'
       )
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceLoss(DecoderLoss):
-  """A loss of pairs that compares a decoder with a frozen reference."""
-
-  reference: Decoder
-
-  def hidden(
-    self,
-    params: PyTree,
-    batch: DeviceBatch,
-    key: jax.Array | None,
-    extra: Mapping[str, PyTree],
-  ) -> Hidden:
-    own = super().hidden(params, batch, key, extra)
-    if REFERENCE in extra:
-      (reference_params,) = extra[REFERENCE]
-    else:
-      reference_params = drop_modules(params, ADAPTER)
-    # The model's sharder, which may be that of the inside of a shard_map.
-    model = self.reference.clone(sharder=self.model.sharder)
-    result = run_forward(model, reference_params, batch, None, drafts=False)
-    return own.replace(teachers=(jax.lax.stop_gradient(result),))
-
-  def linearization_point(
-    self, zeros: Sums, batch: DeviceBatch, sum_batch: Callable[[], Sums]
-  ) -> Sums:
-    """Count also the pairs; the loss is linear in their other sums."""
-    totals = super().linearization_point(zeros, batch, sum_batch)
-    assert totals.pairs is not None, "a loss without pairs"
-    return totals.replace(pairs=totals.pairs.replace(pairs=count_pairs(batch)))

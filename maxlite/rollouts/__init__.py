@@ -1,0 +1,1 @@
+"""Training on what the model writes: prompts, completions, their verification and rewards."""

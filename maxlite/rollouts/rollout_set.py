@@ -1,0 +1,94 @@
+"""The rollouts of one or several steps, with their rewards and advantages."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlite.config.rollouts import RolloutSizes
+from maxlite.data.sources.prompts import Prompt
+from maxlite.metrics.step_row import Row
+from maxlite.rollouts.rollout import Rollout
+from maxlite.rollouts.verification import place_rollouts, rollout_span
+from maxlite.storage.json_values import JsonObject
+from maxlite.training.policy_loss import PolicyBatch
+
+
+class RolloutSet(NamedTuple):
+  """N rollouts, group after group.
+
+  Attributes:
+    num_generations: rollouts of a group.
+    texts: of the completions.
+    reward_NR: the value of each reward function, without its weight.
+    advantage_N: the advantages.
+    log_prob_BT: of the targets of the batch when they were written [nats].
+    row: metrics of the set, for each step on it.
+    seconds: times of the set, for the first step on it.
+  """
+
+  num_generations: int
+  rollouts: list[Rollout]
+  texts: list[str]
+  reward_NR: np.ndarray
+  advantage_N: np.ndarray
+  log_prob_BT: np.ndarray
+  row: Row
+  seconds: Row
+
+  def batch(
+    self, sizes: RolloutSizes, shape: tuple[int, int], *, is_first: bool, masks_truncated: bool
+  ) -> PolicyBatch[np.ndarray]:
+    """The whole batch of a step on the rollouts.
+
+    Args:
+      is_first: whether the policy that wrote them is the one before the step.
+      masks_truncated: whether truncated completions have no loss.
+    """
+    batch, _ = place_rollouts(self.rollouts, sizes, shape)
+    if not is_first:
+      batch = batch.replace(behaviour_BT=self.log_prob_BT)
+    for n, rollout in enumerate(self.rollouts):
+      span = rollout_span(n, rollout, sizes)
+      batch.advantage_BT[span] = self.advantage_N[n]
+      if masks_truncated and rollout.is_truncated:
+        batch.weight_BT[span] = 0
+    return batch
+
+  def to_json(self) -> JsonObject:
+    """What `from_json` needs to continue with the rollouts."""
+    return {
+      "seeds": [rollout.seed for rollout in self.rollouts],
+      "ids": [rollout.ids for rollout in self.rollouts],
+      "is_own": [list(map(int, rollout.is_own)) for rollout in self.rollouts],
+      "has_loss": [list(map(int, rollout.has_loss)) for rollout in self.rollouts],
+      "finish_reasons": [rollout.finish_reason for rollout in self.rollouts],
+      "advantages": self.advantage_N.tolist(),
+      "log_probs": self.log_prob_BT.tolist(),
+      "row": dict(self.row),
+    }
+
+  @classmethod
+  def from_json(cls, value: JsonObject, prompts: list[Prompt]) -> "RolloutSet":
+    """The rollouts of `to_json`, without texts and rewards; `prompts` are those of the groups."""
+    num_generations = len(value["ids"]) // len(prompts)
+    rollouts = []
+    for n, seed in enumerate(value["seeds"]):
+      rollout = Rollout(
+        prompt=prompts[n // num_generations],
+        seed=seed,
+        ids=value["ids"][n],
+        is_own=list(map(bool, value["is_own"][n])),
+        has_loss=list(map(bool, value["has_loss"][n])),
+        finish_reason=value["finish_reasons"][n],
+      )
+      rollouts.append(rollout)
+    return cls(
+      num_generations=num_generations,
+      rollouts=rollouts,
+      texts=[],
+      reward_NR=np.zeros((len(rollouts), 0)),
+      advantage_N=np.asarray(value["advantages"]),
+      log_prob_BT=np.asarray(value["log_probs"], np.float32),
+      row=value["row"],
+      seconds={},
+    )
