@@ -74,7 +74,9 @@ class ValueDifference:
     sizes = []
     if self.num_elements is not None:
       sizes.append(f"{self.num_elements:,} elements differ")
-    if self.relative is not None:
+    if self.relative is not None and self.num_elements is None:
+      sizes.append(f"relative difference {self.relative:.1e}")
+    elif self.relative is not None:
       sizes.append(f"by up to {self.relative:.1e} of the largest value")
     if self.ulp is not None:
       sizes.append(f"{self.ulp:,.0f} ulp")
@@ -248,9 +250,10 @@ def _row_differences(step: int, row_a: JsonObject, row_b: JsonObject) -> list[Va
 def _compare_numbers(step: int, name: str, a: Json, b: Json) -> ValueDifference:
   if not isinstance(a, int | float) or not isinstance(b, int | float):
     return ValueDifference(step, name, a, b)
-  # Metrics are float32 on the devices.
-  arrays = np.array([a], np.float32), np.array([b], np.float32)
-  return dataclasses.replace(_compare(step, name, *arrays), a=a, b=b, num_elements=None)
+  relative = abs(a - b) / max(abs(b), math.ulp(0.0))
+  # Metrics are float32 on the devices; means over rows of an evaluation are not.
+  ulp = _compare(step, name, np.array([a], np.float32), np.array([b], np.float32)).ulp
+  return ValueDifference(step, name, a, b, relative=relative, ulp=ulp or None)
 
 
 def _data_differences(step: int, a: Manifest, b: Manifest) -> list[ValueDifference]:
