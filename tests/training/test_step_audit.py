@@ -138,7 +138,11 @@ def test_a_bit_that_flips_once_in_a_step_is_named(program, fault, named):
   wrong = dataclasses.replace(program, features=(*program.features, fault()))
   program = dataclasses.replace(program)
   steps = iter([program.step, wrong.step, program.step])
-  vars(program)["step"] = next(steps)
+
+  def take_next(state, inputs):
+    return next(steps)(state, inputs)
+
+  vars(program)["step"] = take_next
   trainer = AuditTrainer(config_of(**KEYS), program, program.init(0))
   take_step(trainer, 0)
   with pytest.raises(WrongStepError, match=named):
