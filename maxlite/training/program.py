@@ -155,7 +155,7 @@ def build_program(
     batch_shape=shape,
     abstract_state=None,
   )
-  program = dataclasses.replace(program, abstract_state=_abstract_state(program, params))
+  program = dataclasses.replace(program, abstract_state=abstract_state_of(program, params))
   _check_topology(program)
   return program
 
@@ -381,8 +381,8 @@ def _plain_state(program: Program, params: PyTree, seed: ArrayLike) -> TrainStat
   )
 
 
-def _abstract_state(program: Program, params: PyTree) -> TrainState:
-  """The state as ShapeDtypeStructs with shardings."""
+def abstract_state_of(program: Program, params: PyTree) -> TrainState:
+  """The state of a program as ShapeDtypeStructs with shardings; `params` without them."""
 
   def shard(tree: PyTree) -> PyTree:
     names = state_names(tree, params, program.names)
