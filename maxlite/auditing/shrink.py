@@ -56,6 +56,8 @@ def shrink(spec: StepSpec) -> Shrunk:
     notes.append(
       "diloco_sync_period: replicas train on other rows; only their outer step is audited"
     )
+  if spec.training.deterministic_reductions:
+    notes.append("deterministic_reductions: audited without")
 
   data = dataclasses.replace(DataConfig(), max_target_length=LENGTH, global_batch_size=ROWS)
   objectives = []
@@ -266,6 +268,8 @@ def _training(training: TrainingConfig) -> TrainingConfig:
   return dataclasses.replace(
     training,
     distill_top_k=min(training.distill_top_k, VOCAB // 2),
+    deterministic_reductions=False,
+    audit_period=0,
     logits_chunk_tokens=7,
     gradient_accumulation_steps=1,
   )

@@ -116,7 +116,10 @@ def build_program(
   features = build_features(FeatureRequest(spec, sharder, params, labels, command))
 
   # The parameters' shardings.
-  shape = batch_shape(spec.batches, spec.training.gradient_accumulation_steps, sharder)
+  shape_of = functools.partial(
+    batch_shape, sharder=sharder, deterministic=spec.training.deterministic_reductions
+  )
+  shape = shape_of(spec.batches, spec.training.gradient_accumulation_steps)
   parameters = []
   leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
   for path, leaf, leaf_names in leaves:
@@ -130,7 +133,7 @@ def build_program(
     own_shape = shape
     if spec.phases is not None:
       try:
-        own_shape = batch_shape(each.batches, each.gradient_accumulation_steps, sharder)
+        own_shape = shape_of(each.batches, each.gradient_accumulation_steps)
       except UserError as error:
         raise UserError(f"phase {each.name}: {error}") from None
     trained_names, _ = split(names, own_labels)
