@@ -41,6 +41,7 @@ def keys_of(files, **keys):
     "reward_functions": f"[{files}/reward_of_letters.py:letters]",
     "router_jitter": 0,
     "num_iterations": 3,
+    "rollout_routes": "replay",
     "checkpoint_period": 1,
     **keys,
   }
@@ -75,6 +76,23 @@ def test_the_first_step_on_a_set_is_on_policy_and_the_others_are_not(whole):
   assert {row["step"] for row in rollouts} == {1, 4, 7}
   first = [each for row in rollouts if row["step"] == 1 for each in row["completions"]]
   assert np.mean([each["rewards"]["letters"] for each in first]) == pytest.approx(rewards[0])
+
+
+def test_all_steps_on_a_set_have_the_experts_of_its_policy(whole):
+  """By the load of each expert, and by the experts that are written for every token."""
+  loads = [row["expert_load"] for row in read_rows(whole[0] / "run/expert_load.jsonl")]
+  rows = read_rows(whole[0] / "run/rollouts.jsonl")
+  for step in (1, 4):
+    assert loads[step - 1] == loads[step] == loads[step + 1]
+    load_E = np.zeros(4, int)
+    for row in rows:
+      if row["step"] == step:
+        for completion in row["completions"]:
+          experts = np.asarray(completion["expert_ids"])
+          assert len(experts) == len(row["prompt"]) + len(completion["tokens"])  # BOS, no last
+          load_E += np.bincount(experts.ravel(), minlength=4)
+    np.testing.assert_array_equal(loads[step - 1], [load_E])
+  assert loads[0] != loads[3]
 
 
 @pytest.mark.parametrize("step", [3, 4, 5])
