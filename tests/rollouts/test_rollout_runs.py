@@ -42,6 +42,7 @@ def keys_of(files, **keys):
     "router_jitter": 0,
     "num_iterations": 3,
     "rollout_routes": "replay",
+    "learning_rate": 0.02,  # so that another policy chooses other experts
     "checkpoint_period": 1,
     **keys,
   }

@@ -30,7 +30,6 @@ DISPATCHES = {
 }
 MESHES = {"one device": {}, "expert=2 context=2": {"expert": 2, "context": 2}}
 CASES = [
-  ("softmax_topk", "ragged", "one device"),
   ("group_limited_greedy", "capacity", "one device"),
   ("sigmoid_group_topk", "dense", "one device"),
 ]
