@@ -164,6 +164,8 @@ def build_engine(
   params: PyTree,
   stop_token_ids: Sequence[int],
   requests: Sequence[GenerationRequest] = (),
+  *,
+  records_experts: bool = False,
   **options: int,
 ) -> Engine:
   """Build an engine for `requests`, or for any of up to max_target_length tokens if empty.
@@ -174,6 +176,7 @@ def build_engine(
     params: the model's parameters.
     stop_token_ids: tokens that end a completion.
     requests: the requests that the engine must hold.
+    records_experts: as in `Engine`.
     **options: further arguments of `Engine`.
 
   Raises:
@@ -209,6 +212,7 @@ def build_engine(
     max_length=min(_round_up(needed, _LENGTH_MULTIPLE), max_length),
     stop_token_ids=stop_token_ids,
     num_drafts=num_drafts,
+    records_experts=records_experts,
     **options,
   )
 

@@ -30,7 +30,7 @@ def split_routes(expert_BTNK: jax.Array, cfg: ModelConfig) -> PyTree:
 def stack_routes(collection: PyTree, cfg: ModelConfig) -> jax.Array:
   """expert_BTNK, N MoE layers in their order, of a collection that a decoder of `cfg` recorded."""
   flat = flatten_dict(collection)
-  expert_by_layer = {}
+  expert_by_layer: dict[int, jax.Array] = {}
   for path, layers in _layers_by_path(cfg).items():
     expert = flat[path]
     if not cfg.scan_layers:

@@ -119,7 +119,9 @@ class Verifier:
     placed, seeds = jax.tree.map(place, (batch, seed_BT))
     return Draws(*jax.device_get(self._draw(params, placed, seeds)))
 
-  def _draw_batch(self, params: PyTree, batch: DeviceBatch, seed_BT: jax.Array) -> Arrays:
+  def _draw_batch(
+    self, params: PyTree, batch: DeviceBatch, seed_BT: jax.Array
+  ) -> tuple[jax.Array | None, ...]:
     model = self._program.model
     training = self._program.spec.training
     hidden = run_forward(
