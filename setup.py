@@ -77,7 +77,8 @@ setup(
       "jax[cuda13]>=0.10.2",
       "tokamax>=0.0.17; python_version >= '3.12'",  # its earlier versions lack kernels and fixes
     ],
-    "lm_eval": ["lm_eval>=0.4.13"],
+    "lm_eval": ["lm_eval[api]>=0.4.13"],
+    "verifiers": ["verifiers>=0.4"],
     "hf": ["torch>=2.13", "transformers>=5.23", "peft>=0.21"],
     "trl": ["trl>=1.16"],
     "browser": ["selenium>=4.45"],

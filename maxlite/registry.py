@@ -272,10 +272,33 @@ class OptimizerEntry(Entry):
   why_no_mup: str = "mup has no rule for its updates"
   # The keys of OptimizerConfig that it reads besides the learning rate and the weight decay.
   hyperparameters: tuple[str, ...] = ()
+  # Its updates have the learning rate and the weight decay, which are added to others.
+  has_rate: bool = False
+
+
+class OptimizerRegistry(Registry[OptimizerEntry]):
+  """Also has every optimizer of optax, as `optax.NAME`, which are not listed."""
+
+  def __contains__(self, name: object) -> bool:
+    return super().__contains__(name) or _of_optax(name)
+
+  def __getitem__(self, name: str) -> Implementation:
+    if _of_optax(name):
+      return imported("maxlite.optim.build:of_optax")
+    return super().__getitem__(name)
+
+  def entry(self, name: str) -> OptimizerEntry:
+    if _of_optax(name):
+      return OptimizerEntry("", hyperparameters=("opt_kwargs",), has_rate=True)
+    return super().entry(name)
+
+
+def _of_optax(name: object) -> bool:
+  return isinstance(name, str) and name.startswith("optax.")
 
 
 # opt_type
-OPTIMIZERS = Registry(
+OPTIMIZERS = OptimizerRegistry(
   OptimizerEntry,
   adamw=OptimizerEntry(
     "maxlite.optim.build:adamw",

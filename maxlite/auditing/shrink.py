@@ -162,6 +162,8 @@ def _layers(model: ModelConfig, interval: int, num_shared: int) -> tuple[int, Mo
   if family.global_layer_every:
     at_least = min(family.global_layer_every, model.base_num_decoder_layers)
   if family.layout in ("gated_delta", "cycles"):
+    if moe.mlp_only_layers:
+      moe = dataclasses.replace(moe, mlp_only_layers=(0,))
     return (2 if model.base_num_decoder_layers > interval else 1) * interval + num_shared, moe
   if not family.is_moe:
     return at_least, moe

@@ -80,13 +80,16 @@ def latent(cfg: ModelConfig) -> Stacks:
 def gated_delta(cfg: ModelConfig) -> Stacks:
   """Units of gated delta nets and one layer with attention."""
   gdn = cfg.gdn
-  feed_forward = _feed_forward(cfg, has_experts=cfg.family.is_moe)
   delta = GatedDeltaSpec(gdn.gdn_num_value_heads * gdn.gdn_key_head_dim * gdn.gdn_value_head_dim)
   num_recurrent = cfg.inhomogeneous_layer_cycle_interval - 1
-  recurrent = [LayerSpec(delta, feed_forward)] * num_recurrent
-  unit = (*recurrent, LayerSpec(_attention(cfg, is_local=True), feed_forward))
+  mixers = [*[delta] * num_recurrent, _attention(cfg, is_local=True)]
   names = (*(f"gated_delta_{i}" for i in range(num_recurrent)), "attention")
-  return (_repeat("layers", unit, names, cfg.base_num_decoder_layers // len(unit)),)
+  times = cfg.base_num_decoder_layers // len(mixers)
+  if cfg.family.is_moe and cfg.moe.mlp_only_layers:
+    return _runs(cfg, mixers * times, names)
+  feed_forward = _feed_forward(cfg, has_experts=cfg.family.is_moe)
+  unit = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
+  return (_repeat("layers", unit, names, times),)
 
 
 def cycles(cfg: ModelConfig) -> Stacks:
@@ -155,15 +158,24 @@ def _with_experts(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
   return (LayerStack("dense_layers", tuple(layers[:num_dense])), others)
 
 
-def _runs(cfg: ModelConfig, mixers: list[MixerSpec]) -> Stacks:
-  """A stack for each run of dense or MoE layers, named after its first layer."""
-  stacks = []
-  numbers = range(len(mixers))
-  for has_experts, run in itertools.groupby(numbers, lambda i: i not in cfg.moe.mlp_only_layers):
-    feed_forward = _feed_forward(cfg, has_experts=has_experts)
-    first, *others = run
-    layers = [LayerSpec(mixers[number], feed_forward) for number in (first, *others)]
-    stacks.append(LayerStack(f"layers_from_{first}", tuple(layers)))
+def _runs(cfg: ModelConfig, mixers: list[MixerSpec], names: tuple[str, ...] = ("layer",)) -> Stacks:
+  """A stack for each run of units with the same dense layers, named after its first layer.
+
+  Args:
+    names: the modules of a unit.
+  """
+  layers = []
+  for number, mixer in enumerate(mixers):
+    has_experts = number not in cfg.moe.mlp_only_layers
+    layers.append(LayerSpec(mixer, _feed_forward(cfg, has_experts=has_experts)))
+  size = len(names)
+  units = [tuple(layers[first : first + size]) for first in range(0, len(layers), size)]
+  stacks: list[LayerStack] = []
+  first = 0
+  for _, run in itertools.groupby(units, lambda unit: [layer.feed_forward for layer in unit]):
+    in_run = tuple(itertools.chain(*run))
+    stacks.append(LayerStack(f"layers_from_{first}", in_run, names if size > 1 else ()))
+    first += len(in_run)
   return tuple(stacks)
 
 

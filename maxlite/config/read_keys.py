@@ -157,6 +157,7 @@ _CONDITIONS = (
   _Condition(["adam_b1"], _uses_optimizer("adam_b1"), "write opt_type=adamw"),
   _Condition(["adam_b2"], _uses_optimizer("adam_b2"), "write opt_type=adamw"),
   _Condition(["adam_eps"], _uses_optimizer("adam_eps"), "write opt_type=adamw"),
+  _Condition(["opt_kwargs"], _uses_optimizer("opt_kwargs"), "write opt_type=optax.NAME"),
   _Condition(["muon_beta"], _uses_optimizer("muon_beta"), "write opt_type=muon"),
   _Condition(["wsd_decay_steps_fraction"], _uses_schedule("wsd"), "write lr_schedule_type=wsd"),
   _Condition(

@@ -100,7 +100,7 @@ class Batcher:
     # Two calls are in flight, so that the device does not wait while the host processes tokens.
     self._in_flight: collections.deque[_InFlight] = collections.deque()
     # Of requests that have ended, if the engine records them: the experts of every token that was
-    # read, [tokens, MoE layers, K]. The last token of a completion is not.
+    # read, [tokens, MoE layers, K]; the last token of a completion is not.
     self.expert_ids: dict[GenerationRequest, np.ndarray] = {}
 
   @property

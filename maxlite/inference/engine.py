@@ -6,6 +6,7 @@ are independent: a completion does not depend on the requests that share the bat
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, cast
@@ -31,6 +32,7 @@ from maxlite.inference.sampling import (
   sample,
   verify,
 )
+from maxlite.inference.scoring import MAX_TOP, TokenScore, score, token_scores
 from maxlite.layers import cache
 from maxlite.layers.moe import routes
 from maxlite.metrics.waits import report_wait
@@ -173,6 +175,11 @@ class Engine:
     self._init_state = jax.jit(self._empty_state, out_shardings=self._shardings)
     self._state: DecodeState | None = self._init_state()
     self._cancel = jax.jit(_make_idle, donate_argnums=0, out_shardings=self._shardings)
+    self._score = jax.jit(
+      functools.partial(score, model),
+      static_argnums=3,
+      out_shardings=model.sharder.sharding(()),
+    )
 
   def check(self, request: GenerationRequest) -> None:
     """Raise UserError if no row can hold the request."""
@@ -249,6 +256,25 @@ class Engine:
     assert self._state is not None
     assert self._state.expert_BSNK is not None, "an engine without records_experts"
     return np.asarray(self._state.expert_BSNK[row])[:length]
+
+  def score(self, tokens: Sequence[int], num_top: int = 1) -> list[TokenScore | None]:
+    """Score `tokens` by a forward pass without a cache; None for the first one.
+
+    The first call for a padded length compiles a program, and so does the first one for more than
+    one of the most likely tokens.
+
+    Args:
+      tokens: at most max_length.
+      num_top: how many of the most likely tokens each position has at least, up to MAX_TOP.
+    """
+    num_top = 1 if num_top <= 1 else MAX_TOP
+    # A row for each shard of a batch, as prefill has.
+    token_BT = np.zeros((self.num_shards, self._padded(len(tokens))), np.int32)
+    token_BT[0, : len(tokens)] = tokens
+    length_B = np.where(np.arange(self.num_shards) == 0, len(tokens), 0).astype(np.int32)
+    with report_wait(f"log-probabilities of {token_BT.shape} tokens"):
+      scores = jax.device_get(self._score(self._params, token_BT, length_B, num_top))
+    return token_scores(scores, 0, list(tokens))
 
   def cancel(self, row: int) -> None:
     """Make a row idle."""

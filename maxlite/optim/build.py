@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlite.config.config_field import KeyValue
+from maxlite.config.raw_values import show
 from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.errors import UserError
 from maxlite.optim.labels import decay_mask, matrix_axes
@@ -61,6 +63,46 @@ def muon(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
 
   kinds = jax.tree.map(kind, names)
   return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
+
+
+def of_optax(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
+  """The optimizer `opt_type=optax.NAME`, with the learning rate and the weight decay of the config.
+
+  Raises:
+    UserError: optax has no such optimizer, or it does not take these arguments.
+  """
+  del names
+  name = cfg.opt_type.removeprefix("optax.")
+  factory = getattr(optax, name, None)
+  if factory is None:
+    factory = getattr(optax.contrib, name, None)
+  parameters: Collection[str] = ()
+  if callable(factory):
+    parameters = inspect.signature(factory).parameters
+  if factory is None or "learning_rate" not in parameters:
+    raise UserError(
+      f"opt_type={cfg.opt_type}: optax {optax.__version__} has no optimizer of this name that "
+      "takes a learning_rate; write one such as opt_type=optax.adabelief"
+    )
+  decay: dict[str, object] = {}
+  if "weight_decay" in parameters:
+    decay["weight_decay"] = cfg.adam_weight_decay
+    mask = next((each for each in ("mask", "weight_decay_mask") if each in parameters), None)
+    if mask is not None:
+      decay[mask] = decay_mask
+  elif not (isinstance(cfg.adam_weight_decay, (int, float)) and cfg.adam_weight_decay == 0):
+    raise UserError(f"opt_type={cfg.opt_type} has no weight decay; write adam_weight_decay=0")
+  schedule = build_schedule(cfg)
+  try:
+    transform: optax.GradientTransformation = factory(
+      learning_rate=schedule, **decay, **cfg.opt_kwargs
+    )
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      f"opt_type={cfg.opt_type} with opt_kwargs={show(cfg.opt_kwargs)}: {error}; write arguments "
+      f"of optax.{name}"
+    ) from None
+  return transform
 
 
 # Hyperparameters of a config that an optimizer may have in its state instead of its program.
@@ -139,7 +181,8 @@ def _num_updates(opt_state: optax.OptState) -> jax.Array:
   def is_of_schedule(key_path: tuple, _: object) -> bool:
     return getattr(key_path[-1], "tuple_name", "") == "ScaleByScheduleState"
 
-  return optax.tree.get(opt_state, "count", filtering=is_of_schedule)
+  counts = optax.tree.get_all_with_path(opt_state, "count", filtering=is_of_schedule)
+  return counts[-1][1]
 
 
 def hyperparameters(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -172,6 +215,10 @@ def _chain(
         "opt_type=adamw, lion or muon"
       )
     parts.append(scale_updates(names, model, entry.mup_updates))
+  if entry.has_rate:
+    # Counts the updates, which the optimizer may do by any name.
+    parts.append(optax.scale_by_schedule(lambda count: 1.0))
+    return optax.chain(*parts)
   parts.append(optax.add_decayed_weights(cfg.adam_weight_decay, mask=decay_mask))
   parts.append(optax.scale_by_learning_rate(build_schedule(cfg)))
   return optax.chain(*parts)

@@ -26,6 +26,7 @@ class Rollout:
     seed: of the noise; token number `n` of the sequence is drawn with `fold_in(key(seed), n)`.
     ids: the tokens after the prompt, stop tokens included.
     is_own: for each of them, whether the model has written it.
+    has_loss: for each of them, whether it is trained; a stop string of the model's is not.
     answers: of the environment; a turn of the model follows each.
     is_turn_over: whether the latest token ends the turn of the model.
     finish_reason: why it has ended: STOP, or LENGTH; empty: it has not.
@@ -36,6 +37,7 @@ class Rollout:
   seed: int
   ids: list[int] = dataclasses.field(default_factory=list)
   is_own: list[bool] = dataclasses.field(default_factory=list)
+  has_loss: list[bool] = dataclasses.field(default_factory=list)
   answers: list[Answer] = dataclasses.field(default_factory=list)
   is_turn_over: bool = False
   finish_reason: str = ""
@@ -63,6 +65,7 @@ class Rollout:
     """Add a token of the model."""
     self.ids.append(token)
     self.is_own.append(True)
+    self.has_loss.append(True)
     if token in stop_token_ids:
       self.is_turn_over = True
     elif len(self.ids) >= max_tokens:
@@ -76,7 +79,14 @@ class Rollout:
     self.answers.append(answer)
     self.ids += ids
     self.is_own += [False] * len(ids)
+    self.has_loss += [False] * len(ids)
     self.is_turn_over = False
+
+  def stop(self, num_tokens: int) -> None:
+    """End the turn with a stop string, which the last tokens spell."""
+    self.has_loss[-num_tokens:] = [False] * num_tokens
+    self.is_turn_over = True
+    self.finish_reason = ""
 
   def end(self) -> None:
     """End it after a turn."""
@@ -86,6 +96,7 @@ class Rollout:
     """Remove all after the first `length` tokens, of which the next is the model's."""
     del self.ids[length:]
     del self.is_own[length:]
+    del self.has_loss[length:]
     self.answers = [answer for answer in self.answers if answer.num_before < length]
     self.is_turn_over = False
     self.finish_reason = ""

@@ -64,6 +64,7 @@ class RolloutSet(NamedTuple):
       "seeds": [rollout.seed for rollout in self.rollouts],
       "ids": [rollout.ids for rollout in self.rollouts],
       "is_own": [list(map(int, rollout.is_own)) for rollout in self.rollouts],
+      "has_loss": [list(map(int, rollout.has_loss)) for rollout in self.rollouts],
       "finish_reasons": [rollout.finish_reason for rollout in self.rollouts],
       "advantages": self.advantage_N.tolist(),
       "log_probs": self.log_prob_BT.tolist(),
@@ -82,6 +83,7 @@ class RolloutSet(NamedTuple):
         seed=seed,
         ids=value["ids"][n],
         is_own=list(map(bool, value["is_own"][n])),
+        has_loss=list(map(bool, value["has_loss"][n])),
         finish_reason=value["finish_reasons"][n],
       )
       rollouts.append(rollout)

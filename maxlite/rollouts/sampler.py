@@ -76,6 +76,7 @@ class RolloutSampler:
       prompt_length=sizes.prompt,
       completion_length=sizes.completion,
       temperature=cfg.training.rollout_temperature,
+      stop=cfg.rollouts.rollout_stop,
       environment=cfg.rollouts.rollout_environment,
     )
     self._verifier = Verifier(

@@ -48,7 +48,7 @@ def place_rollouts(
 ) -> tuple[PolicyBatch[np.ndarray], np.ndarray]:
   """(all rows of the batch, seed_BT): every rollout has a slot, whose place its length is not.
 
-  `weight_BT` is 1 where the model's own token is predicted; advantages are 0.
+  `weight_BT` is 1 where a token of the model with a loss is predicted; advantages are 0.
   """
   shape = batch_shape
   tokens_BT = np.zeros(shape, np.int32)
@@ -60,14 +60,14 @@ def place_rollouts(
   for n, rollout in enumerate(rollouts):
     row, slot = divmod(n, sizes.slots_per_row)
     ids = [*rollout.prompt.ids, *rollout.ids]
-    is_own = [*[False] * len(rollout.prompt.ids), *rollout.is_own]
+    has_loss = [*[False] * len(rollout.prompt.ids), *rollout.has_loss]
     start = slot * sizes.slot
     span = slice(start, start + len(ids) - 1)
     tokens_BT[row, span] = ids[:-1]
     targets_BT[row, span] = ids[1:]
     segment_BT[row, span] = slot + 1
     position_BT[row, span] = np.arange(len(ids) - 1)
-    weight_BT[row, span] = is_own[1:]
+    weight_BT[row, span] = has_loss[1:]
     seed_BT[row, span] = rollout.seed
   batch = PolicyBatch(
     tokens_BT=tokens_BT,

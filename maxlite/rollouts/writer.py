@@ -42,6 +42,7 @@ class RolloutWriter:
     prompt_length: int,
     completion_length: int,
     temperature: float,
+    stop: Sequence[str] = (),
     environment: str = "",
   ) -> None:
     """
@@ -50,6 +51,7 @@ class RolloutWriter:
       num_rows: rollouts that are written at once.
       prompt_length: tokens of a prompt at most.
       completion_length: tokens of a completion at most, with the answers of an environment.
+      stop: strings that end a turn of the model.
       environment: FILE.py:FUNCTION that answers turns of the model; empty: there is one turn.
 
     Raises:
@@ -63,6 +65,7 @@ class RolloutWriter:
     self._prompt_length = prompt_length
     self._completion_length = completion_length
     self._temperature = temperature
+    self._stop = tuple(stop)
     self._environment: Callable[[list[Message]], Sequence[Message] | None] | None = None
     if environment:
       self._environment = import_function("rollout_environment", environment)
@@ -126,9 +129,14 @@ class RolloutWriter:
       admitted = waiting[: batcher.num_free]
       del waiting[: len(admitted)]
       for event in batcher.add(admitted) or batcher.step():
+        rollout = by_request[event.request]
+        if rollout.is_turn_over:  # by a stop string
+          continue
         token = event.token if event.stop_token is None else event.stop_token
         assert token is not None
-        by_request[event.request].write(token, self.stop_token_ids, self._completion_length)
+        self.add(rollout, token)
+        if rollout.is_turn_over:
+          batcher.cancel(event.request)
 
   def _answer(self, rollout: Rollout) -> None:
     """Let the environment answer the turn that is over; without one, the rollout ends."""
@@ -165,12 +173,22 @@ class RolloutWriter:
     rollout.answer(answer, ids, self._completion_length)
 
   def add(self, rollout: Rollout, token: int) -> None:
-    """Add a token of the model, which another program has drawn."""
+    """Add a token of the model."""
     rollout.write(token, self.stop_token_ids, self._completion_length)
+    for stop in self._stop:
+      turn = rollout.turn
+      # A character has at most four bytes, which may be a token each.
+      end = turn[-4 * len(stop) - 4 :]
+      if stop in self._tokenizer.decode(end):
+        num_tokens = 1
+        while stop not in self._tokenizer.decode(end[-num_tokens:]):
+          num_tokens += 1
+        rollout.stop(num_tokens)
+        return
 
   def text(self, ids: Sequence[int], before: Sequence[int]) -> str:
     """The text of tokens after others."""
-    detokenizer = Detokenizer(self._tokenizer, before)
+    detokenizer = Detokenizer(self._tokenizer, before, self._stop)
     text = ""
     for token in ids:
       text += detokenizer.push(TokenEvent(_NO_REQUEST, token)).text

@@ -135,6 +135,11 @@ def is_same_file(key: str, path: str, own: str) -> bool:
   return all(_digest(file) == _digest(other) for file, other in pairs)
 
 
+def is_same_content(path: str, own: str) -> bool:
+  """Whether two files of tokenizers or templates are equal, whatever is beside them."""
+  return _digest(local_tokenizer(path)) == _digest(local_tokenizer(own))
+
+
 def write_digests(folder: Path) -> None:
   """Write the SHA-256 of every file in `folder` to DIGESTS."""
   lines = []

@@ -7,13 +7,15 @@ from typing import NamedTuple
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, read_saved, read_values
+from maxlite.config.mixture import mixture_of
 from maxlite.config.phases import phases_of
 from maxlite.config.schema import flatten
 from maxlite.config.start_model import require_weights_fit, start_values
 from maxlite.config.values import suggest
 from maxlite.errors import UserError
-from maxlite.registry import TAUGHT_LOSSES, has_reference
+from maxlite.registry import SOURCES, TAUGHT_LOSSES, WEIGHT_FORMATS, has_reference
 from maxlite.storage.file_io import read_json_object
+from maxlite.storage.tokenizer_files import is_same_content, resolve_owned
 
 
 class ModelFolder(NamedTuple):
@@ -85,6 +87,7 @@ def teacher_folders(cfg: Config) -> list[ModelFolder]:
         f"the teacher {folder.path} has vocab_size={folder.vocab_size}, the student {vocab_size}: "
         "a student needs the vocabulary of its teacher; write the same tokenizer and vocab_size"
       )
+    _require_same_tokenizer(f"the teacher {folder.path}", folder, cfg)
   return folders
 
 
@@ -107,7 +110,35 @@ def reference_folders(cfg: Config) -> list[ModelFolder]:
         f"{key}={path} has vocab_size={folder.vocab_size}, the model {cfg.model.vocab_size}: name "
         "the model that training starts from, or write the same vocab_size"
       )
+    _require_same_tokenizer(f"{key}={path}", folder, cfg)
   return folders
+
+
+def _require_same_tokenizer(source: str, folder: ModelFolder, cfg: Config) -> None:
+  """Raise UserError if the ids of a model of equal vocabulary stand for other texts.
+
+  Templates are compared where the run reads conversations, and both have a file of their own.
+  """
+  kinds = [SOURCES.entry(part.data.dataset_type) for part in mixture_of(cfg.data)]
+  if any(kind.is_synthetic for kind in kinds):
+    return
+  theirs = WEIGHT_FORMATS.entry(folder.format).read_keys(folder.path)
+  if theirs.get("tokenizer_type", cfg.data.tokenizer_type) != cfg.data.tokenizer_type:
+    raise UserError(
+      f"{source} has tokenizer_type={theirs['tokenizer_type']}, the run {cfg.data.tokenizer_type}: "
+      "both models must read the same ids; write the same tokenizer"
+    )
+  own = flatten(cfg.data)
+  keys = ["tokenizer_path"]
+  if any(kind.has_conversations or kind.has_prompts for kind in kinds):
+    keys.append("chat_template_path")
+  for key in keys:
+    path = resolve_owned(str(theirs.get(key, "")), folder.path)
+    if path and own[key] and not is_same_content(path, own[key]):
+      raise UserError(
+        f"{source} has another {key}, {path}: both models must read the same ids; write "
+        f"{key}={path}"
+      )
 
 
 def losses_of(cfg: Config) -> list[str]:

@@ -145,6 +145,10 @@ MISTAKES = (
       "mlp_only_layers=[2]",
       "write first_num_dense_layers=0",
     ),
+    ("first_num_dense_layers=1", "decoder_block=qwen3_next"): (
+      "first_num_dense_layers=1",
+      "mlp_only_layers lists the dense layers",
+    ),
     ("mlp_only_layers=[1]", "decoder_block=gemma4_moe", "sliding_window_size=8"): (
       "decoder_block=gemma4_moe",
       "write mlp_only_layers=[]",

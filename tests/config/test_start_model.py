@@ -110,16 +110,20 @@ def test_adapters_are_taken_or_added_but_not_dropped(runs, parent):
 
 def test_the_reference_of_dpo_is_the_model_that_training_starts_from(runs, parent):
   template = f"chat_template_path={ROOT}/configs/chat/plain.jinja"
-  write_run(runs, "adapted", LORA, "lora_rank=4", template,
-            f"dataset_path={ROOT}/configs/chat/python.jsonl")  # fmt: skip
+  for name in ("adapted", "other"):
+    write_run(runs, name, LORA, "lora_rank=4", template,
+              f"dataset_path={ROOT}/configs/chat/python.jsonl")  # fmt: skip
   after_adapters = start(runs, DPO, "from_run=adapted")
   assert after_adapters.training.reference_path == str(runs / "adapted")
   whole = start(runs, DPO, "from_run=parent", *FULL, template)
   assert whole.training.reference_path == str(parent)
   # Without the adapters that it adds, the model is the one it starts from.
   assert start(runs, DPO, "from_run=parent", template).training.reference_path == ""
-  given = start(runs, DPO, "from_run=adapted", f"reference_path={parent}", "vocab_size=320")
-  assert given.training.reference_path == str(parent)
+  other = runs / "other"
+  given = start(runs, DPO, "from_run=adapted", f"reference_path={other}")
+  assert given.training.reference_path == str(other)
+  with pytest.raises(UserError, match="tokenizer_type=huggingface, the run byte"):
+    start(runs, DPO, "from_run=adapted", f"reference_path={parent}", "vocab_size=320")
 
 
 def test_a_run_that_has_started_does_not_read_its_parent(runs, parent):

@@ -80,7 +80,6 @@ def halve(params):
   return jax.tree.map(lambda leaf: leaf / 2, params)
 
 
-@pytest.mark.slow
 def test_document_losses_do_not_depend_on_mesh_and_batch(folder, first_state, document_nll):
   params = first_state.params
   program, placed, data = open_with(folder, first_state)

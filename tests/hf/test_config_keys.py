@@ -19,6 +19,7 @@ from config_variants import (
 )
 
 import maxlite
+from maxlite.config.layer_stacks import layer_specs, layer_stacks
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
@@ -220,6 +221,33 @@ def test_other_dense_layers_are_listed_and_survive_the_export():
     _, hf = find_family(build(ModelConfig, DEFAULTS | {"decoder_block": "qwen3_moe"} | keys))
     assert tuple(hf["mlp_only_layers"]) == keys["mlp_only_layers"]
     assert hf["decoder_sparse_step"] == 1
+
+
+@pytest.mark.parametrize(("step", "listed", "dense"), [(1, [0], [0]), (2, [1], [0, 1, 2, 4])])
+def test_dense_layers_beside_gated_delta_nets_are_listed(step, listed, dense):
+  layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3}
+  plan = {"decoder_sparse_step": step, "mlp_only_layers": listed}
+  given = config_of("qwen3_next") | layers | plan
+  keys = FAMILIES["qwen3_next"].config_from_hf(given)
+  assert keys["base_mlp_dim"] == given["intermediate_size"]
+  cfg = build(ModelConfig, DEFAULTS | {"decoder_block": "qwen3_next"} | keys)
+  specs = layer_specs(cfg)
+  assert [i for i, layer in enumerate(specs) if not layer.feed_forward.has_experts] == dense
+  assert [layer.mixer.is_recurrent for layer in specs] == [True, False] * 3
+  _, hf = find_family(cfg)
+  assert (hf["decoder_sparse_step"], hf["mlp_only_layers"]) == (1, dense)
+  assert hf["intermediate_size"] == given["intermediate_size"]
+
+
+def test_units_with_the_same_dense_layers_are_one_stack():
+  keys = {"decoder_block": "qwen3_next", "inhomogeneous_layer_cycle_interval": 2}
+  keys |= {"base_num_decoder_layers": 8, "mlp_only_layers": (1, 3, 6)}
+  stacks = layer_stacks(build(ModelConfig, DEFAULTS | keys))
+  names = ["layers_from_0", "layers_from_4", "layers_from_6"]
+  assert [(stack.name, stack.num_units) for stack in stacks] == list(
+    zip(names, (2, 1, 1), strict=True)
+  )
+  assert {stack.unit for stack in stacks} == {("gated_delta_0", "attention")}
 
 
 @pytest.mark.parametrize(("model_type", "others", "message"), REFUSED)

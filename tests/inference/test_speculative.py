@@ -151,7 +151,6 @@ def three_drafts(params, greedy):
   return engine_of(params, 2, 3, greedy.stop_token)
 
 
-@pytest.mark.slow
 def test_greedy_completions_equal_those_without_drafts(three_drafts, greedy):
   assert tiny.completions_of(three_drafts, tiny.greedy_requests()) == greedy.expected()
 

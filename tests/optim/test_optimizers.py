@@ -1,5 +1,6 @@
 """Every optimizer of the table: convergence, weight decay and clipping."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DEFAULTS, ModelConfig, OptimizerConfig, build
-from maxlite.optim import build_optimizer
+from maxlite.errors import UserError
+from maxlite.optim import build_optimizer, build_schedule, learning_rate
 from maxlite.registry import OPTIMIZERS
 
 # h_TF = x_TD wi, y_TD = h_TF * scale wo: two hidden matrices and a vector.
@@ -157,3 +160,60 @@ def test_muon_orthogonalizes_matrices_and_uses_adam_for_the_rest():
     assert singular.max() < 1.3 * unit
     assert singular.min() > 0.6 * unit
     assert np.vdot(moved["muon"][name], gradients[name]) < 0
+
+
+@pytest.mark.parametrize(
+  ("name", "keys"),
+  [
+    ("sgd", {"momentum": 0.8, "nesterov": True}),
+    ("adabelief", {"b1": 0.8}),
+    ("lamb", {}),
+    ("novograd", {"b2": 0.5}),
+    ("lars", {}),
+    ("schedule_free_adamw", {}),
+  ],
+)
+def test_optimizers_of_optax_are_as_optax_has_them(name, keys):
+  """With the schedule of the config, whose rates and lengths are not constant."""
+  factory = getattr(optax, name, None) or getattr(optax.contrib, name)
+  takes_decay = name in ("lamb", "novograd", "lars", "schedule_free_adamw")
+  changes = {
+    "lr_schedule_type": "cosine",
+    "learning_rate_schedule_steps": 4,
+    "adam_weight_decay": 0.3 if takes_decay else 0.0,
+    "gradient_clipping_threshold": 0.0,
+    "opt_kwargs": FrozenMapping(keys.items()),
+  }
+  ours = optimizer(f"optax.{name}", **changes)
+  cfg = build(
+    OptimizerConfig,
+    DEFAULTS | {"learning_rate": LEARNING_RATE, "warmup_steps_fraction": 0} | changes,
+  )
+  decay = {}
+  if takes_decay:
+    decay["weight_decay"] = 0.3
+    mask = {"lars": "weight_decay_mask", "lamb": "mask"}.get(name)
+    if mask:
+      decay[mask] = MASK
+  steps = [make_params(seed) for seed in (20, 30, 40)]
+  with jax.numpy_dtype_promotion("standard"):
+    got, state = updates_of(ours, make_params(), steps)
+    theirs = factory(learning_rate=build_schedule(cfg), **decay, **keys)
+    want, _ = updates_of(theirs, make_params(), steps)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  rate = learning_rate(dataclasses.replace(cfg, opt_type=f"optax.{name}"), state)
+  assert float(rate) == pytest.approx(float(build_schedule(cfg)(3)))
+
+
+@pytest.mark.parametrize(
+  ("name", "changes", "error"),
+  [
+    ("no_such", {}, "no optimizer of this name"),
+    ("chain", {}, "no optimizer of this name"),
+    ("sgd", {}, "adam_weight_decay=0"),
+    ("adamw", {"opt_kwargs": FrozenMapping([("b7", 1)])}, "b7"),
+  ],
+)
+def test_what_optax_does_not_take_is_named(name, changes, error):
+  with pytest.raises(UserError, match=error):
+    optimizer(f"optax.{name}", **changes)

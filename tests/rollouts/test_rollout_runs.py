@@ -7,7 +7,8 @@ import signal
 
 import numpy as np
 import pytest
-from support.tiny import config_of
+from support.host_runs import LIGHT, run
+from support.tiny import config_of, mesh_keys
 from support.tiny_run import Output, keys_in, last_manifest, logged, parameter_hash, start
 
 from maxlite.metrics.writers import read_rows
@@ -156,3 +157,36 @@ def test_tasks_at_evaluations_change_nothing_and_evaluate_repeats_them(files, wh
   with contextlib.redirect_stdout(evaluated):
     run_evaluation(config_of(**keys_in(tmp_path, **keys_of(files, eval_tasks=tasks))))
   assert f"eval_task/letters {scores[8][0]:.6g}" in evaluated.getvalue()
+
+
+def test_advantages_compare_the_completions_of_a_prompt(whole):
+  for row in read_rows(whole[0] / "run/rollouts.jsonl"):
+    rewards = np.asarray([sum(each["rewards"].values()) for each in row["completions"]])
+    advantages = [each["advantage"] for each in row["completions"]]
+    wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(advantages, wanted, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_tokens_of_one(files, tmp_path):
+  keys = keys_of(files) | LIGHT | {"num_iterations": 1, "steps": 2}
+  texts = []
+  for name, processes in (("one", 1), ("two", 2)):
+    folder = tmp_path / name
+    run(folder, processes=processes, devices=2 // processes, **keys)
+    texts.append(read_rows(folder / "run/rollouts.jsonl"))
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_experts_on_eight_devices_give_the_tokens_and_losses_of_one(files, tmp_path):
+  results = []
+  for name, devices, mesh in (("one", 1, "fsdp=1"), ("eight", 8, "fsdp=2 expert=4")):
+    keys = keys_of(files, steps=3, sparse_matmul="true", global_batch_size=16, ema_decay=0)
+    run(tmp_path / name, processes=1, devices=devices, **keys | mesh_keys(mesh))
+    rollouts = read_rows(tmp_path / name / "run/rollouts.jsonl")
+    texts = [[each["tokens"] for each in row["completions"]] for row in rollouts]
+    results.append((texts, [row["loss"] for row in rows_of(tmp_path / name)]))
+  (texts, losses), (sharded_texts, sharded_losses) = results
+  assert sharded_texts == texts
+  np.testing.assert_allclose(sharded_losses, losses, atol=1e-6)

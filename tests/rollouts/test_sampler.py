@@ -3,78 +3,19 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny import LENGTH, build, config_of, mesh_keys
+from support.tiny import mesh_keys
+from support.verified_rollouts import assert_drawn, open_sampler, write_prompts
 
-from maxlite.config.rollouts import rollout_sizes
-from maxlite.data.sources import prompts_source
-from maxlite.data.sources.chat import open_chat
-from maxlite.data.tokenizer import open_tokenizer
-from maxlite.rollouts.sampler import RolloutSampler
 from maxlite.training.loss import run_forward
 
 slow = pytest.mark.slow
-PROMPTS = [{"prompt": text, "answer": "x"} for text in ("ab", "c", "", "bca")]
-KEYS = {
-  "loss_type": "grpo",
-  "dataset_type": "prompts",
-  "max_prefill_predict_length": 4,
-  "max_completion_length": 5,
-  "num_generations": 4,
-  "rollout_temperature": 1.3,
-  "reward_functions": "[equal_answer]",
-}
 
 
 @pytest.fixture
 def prompts_file(tmp_path):
-  path = tmp_path / "prompts.jsonl"
-  path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-  return path
-
-
-def open_sampler(path, factor=1.0, devices=None, **keys):
-  """(sampler, parameters, prompts) of a tiny model, whose engine multiplies its parameters."""
-  cfg = config_of(**{"dataset_path": path, "decoder_block": "mixtral", **KEYS, **keys})
-  program = build(cfg, devices)
-  tokenizer = open_tokenizer(cfg.data)
-  sizes = rollout_sizes(cfg, cfg.data, program.batch_shape[0])
-  chat = open_chat(cfg.data, tokenizer)
-  sampler = RolloutSampler(cfg, program, sizes, program.batch_shape, tokenizer, chat)
-  load = sampler.writer.load
-  sampler.writer.load = lambda params: load(jax.tree.map(lambda leaf: leaf * factor, params))
-  source = prompts_source(cfg.data, cfg.model.vocab_size, path.parent)
-  prompts = [source.train[n % len(source.train)] for n in range(sizes.num_prompts)]
-  # Tiny initial weights would make all tokens equally likely.
-  params = jax.tree.map(lambda leaf: leaf * 3, program.init(3).params)
-  return sampler, params, prompts
-
-
-def assert_drawn(sampler, params, rollout):
-  """Assert that a forward pass over all tokens before draws each token of the model."""
-  program = sampler._program
-  rows = program.batch_shape[0]
-
-  @jax.jit
-  def draw(tokens_T, length, seed):
-    segment_T = (jnp.arange(LENGTH) < length).astype(jnp.int32)
-    position_T = jnp.arange(LENGTH, dtype=jnp.int32)
-    fields = [jnp.tile(x_T, (rows, 1)) for x_T in (tokens_T, segment_T, position_T)]
-    logits_BTV = program.model.apply({"params": params}, *fields)
-    logits_V = logits_BTV[0, length - 1].astype(jnp.float32)
-    key = jax.random.fold_in(jax.random.key(seed), length)
-    return jax.random.categorical(key, jax.nn.log_softmax(logits_V / 1.3))
-
-  before = list(rollout.prompt.ids)
-  for token, is_own in zip(rollout.ids, rollout.is_own, strict=True):
-    if is_own:
-      padded = np.pad(np.asarray(before, np.int32), (0, LENGTH - len(before)))
-      assert int(draw(padded, len(before), np.uint32(rollout.seed))) == token
-    before.append(token)
-  is_stopped = rollout.ids[-1] in sampler.writer.stop_token_ids
-  assert rollout.finish_reason == ("stop" if is_stopped else "length")
+  return write_prompts(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +126,22 @@ def test_an_environment_answers_turns_whose_tokens_are_not_the_models(tmp_path):
     said = [n for n, is_own in enumerate(rollout.is_own) if not is_own]
     assert said[0] == answer.num_before
     assert [rollout.ids[n] for n in said][-1] == ord("z")
+
+
+def test_stop_strings_end_a_turn_and_have_no_loss(prompts_file):
+  """They may be of several tokens, and of tokens that verification replaces."""
+  sampler, params, prompts = open_sampler(prompts_file, 1.2, jax.devices()[:1])
+  free = sampler.sample(params, prompts, [0, 1])
+  spelled = [text[1:3] for text in free.texts if text[1:3].isascii() and len(text) > 3]
+  stop = spelled[0]
+  sampler, params, prompts = open_sampler(
+    prompts_file, 1.2, jax.devices()[:1], rollout_stop=json.dumps([stop])
+  )
+  stopped = sampler.sample(params, prompts, [0, 1])
+  assert any(text != other for text, other in zip(stopped.texts, free.texts, strict=True))
+  for rollout, text, whole in zip(stopped.rollouts, stopped.texts, free.rollouts, strict=True):
+    assert rollout.ids == whole.ids[: len(rollout.ids)]
+    assert stop not in text
+    if len(rollout.ids) < len(whole.ids) or not all(rollout.has_loss):
+      assert rollout.finish_reason == "stop"
+      assert rollout.has_loss == [True] * (len(rollout.ids) - 2) + [False] * 2

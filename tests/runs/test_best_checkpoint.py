@@ -61,7 +61,6 @@ def stopped(runs_folder):
   return folder, output
 
 
-@pytest.mark.slow
 def test_a_run_stops_early_and_keeps_the_best_checkpoint(stopped):
   folder, output = stopped
   loss = logged(folder)[0]["eval_ema_loss"]
@@ -73,7 +72,6 @@ def test_a_run_stops_early_and_keeps_the_best_checkpoint(stopped):
   assert checkpoint_steps(folder) == [1, 4]
 
 
-@pytest.mark.slow
 def test_a_run_that_stopped_early_is_not_resumed(stopped):
   code, output = start(stopped[0], **STALLED)
   assert code == 0
@@ -99,7 +97,6 @@ def evaluate(folder, which):
   return output.getvalue()
 
 
-@pytest.mark.slow
 def test_commands_and_python_load_the_best_checkpoint(stopped):
   folder = stopped[0]
   assert "run step 1  eval_loss" in evaluate(folder, "best")

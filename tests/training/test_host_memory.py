@@ -3,6 +3,7 @@
 import jax
 import pytest
 from support import trees
+from support.slow_cases import slow
 from support.tiny import mesh_keys, place, uneven_batch
 
 from maxlite.checkpoint.manager import Checkpoints
@@ -11,7 +12,7 @@ from maxlite.config.schema import CheckpointConfig
 from maxlite.planning.memory_estimate import estimate_memory
 from maxlite.sharding.host_memory import is_on_host
 
-KEYS = {"decoder_block": "llama"} | mesh_keys("fsdp=4 tensor=2")
+KEYS = {"decoder_block": "llama"} | mesh_keys("fsdp=8")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def train(program, state, seeds):
   return state, metrics
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("saved_offloaded", [True, False])
+@pytest.mark.parametrize("saved_offloaded", [True, slow(False)])
 def test_training_resumes_across_the_switch_bit_for_bit(program_with, tmp_path, saved_offloaded):
   program = program_with(saved_offloaded)
   other = program_with(not saved_offloaded)

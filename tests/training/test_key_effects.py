@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from support import trees
+from support.slow_cases import slow
 from support.tiny import VOCAB, build, config_of, place, state_on, take_steps, uneven_batch
 
 from maxlite.evaluation.held_out import compile_eval_step
@@ -39,13 +40,21 @@ def expected_loss(program, first_state):
   return held_out_loss(program, first_state)
 
 
-@pytest.mark.slow
-def test_implementation_keys_do_not_change_the_step(program_of):
-  keys = {"decoder_block": "mixtral", "base_num_decoder_layers": 2, "scan_layers": True}
-  program = program_of(**keys, scan_unroll=1)
+SCANNED = {"decoder_block": "mixtral", "base_num_decoder_layers": 2, "scan_layers": True}
+
+
+@pytest.mark.parametrize(
+  ("keys", "changed"),
+  [
+    ({"decoder_block": "llama"}, {"attention_block_q": 5}),
+    slow(SCANNED | {"scan_unroll": 1}, {"scan_unroll": 2, "attention_block_q": 5}),
+  ],
+)
+def test_implementation_keys_do_not_change_the_step(program_of, keys, changed):
+  program = program_of(**keys)
   state = jax.device_get(program.init(0))
   expected, expected_params = one_step(program, state)
-  other = program_of(**keys, scan_unroll=2, attention_block_q=5)
+  other = program_of(**keys | changed)
   metrics, params = one_step(other, state)
   for name in ("total_loss", "grad_norm"):
     np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
@@ -53,13 +62,12 @@ def test_implementation_keys_do_not_change_the_step(program_of):
     np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "other",
   [
-    {"normalization_layer_epsilon": 0.5},
+    slow({"normalization_layer_epsilon": 0.5}),
     {"rope_max_timescale": 10},
-    {"router": "topk_softmax", "norm_topk_prob": "false"},
+    slow({"router": "topk_softmax", "norm_topk_prob": "false"}),
   ],
   ids=str,
 )
@@ -68,7 +76,6 @@ def test_model_keys_change_the_loss(program_of, first_state, expected_loss, othe
   assert abs(loss / expected_loss - 1) > 1e-6
 
 
-@pytest.mark.slow
 def test_the_seed_changes_the_initial_parameters(program_of, first_state):
   other_state = program_of(decoder_block="mixtral").init(1)
   embedding = first_state.params["embed"]["embedding"]

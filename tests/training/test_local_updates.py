@@ -277,7 +277,6 @@ def local_run(runs_folder):
   return folder, output
 
 
-@pytest.mark.slow
 def test_a_run_stopped_within_a_period_resumes_bit_for_bit(local_run, folder):
   code, _ = start(folder, Output(at=PERIOD + 1), **LOCAL)
   assert code == 128 + 15

@@ -9,9 +9,8 @@ from support.tiny import LENGTH, ROWS, uneven_batch
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.moe.router import RouterSums
 from maxlite.models import Decoder
-from maxlite.registry import LOSSES, PREFERENCE_LOSSES
+from maxlite.registry import LOSSES
 from maxlite.sharding import Sharder, build_mesh
-from maxlite.training.features.reference import ReferenceLoss
 from maxlite.training.loss import DecoderLoss, DraftSums, PairSums, PolicySums, Sums
 from maxlite.training.mtp_loss import MtpSums
 
@@ -117,8 +116,6 @@ def loss_of(name, num_mtp, scope, **others):
   mesh = build_mesh((1,) * 6, (1,) * 6, jax.devices()[:1])
   model = Decoder(cfg.model, Sharder(mesh))
   arguments = (model, LOSSES[name], cfg.training, cfg.model.moe)
-  if name in PREFERENCE_LOSSES:
-    return ReferenceLoss(*arguments, model)
   return DecoderLoss(*arguments)
 
 
@@ -164,6 +161,7 @@ def wanted_loss(name, sums, scope):
     "distill": 0.75 * nll + 0.25 * 4 * sums.divergence / sums.weight,
     "dpo": sums.pairs.loss / sums.pairs.pairs,
     "grpo": sums.policy.loss / sums.weight,
+    "on_policy_distill": sums.divergence / sums.weight,
   }
   return totals[name] + extra
 
@@ -210,7 +208,7 @@ def test_micro_batches_use_the_slopes_of_the_whole_batch(name, scope, num_mtp):
 def test_losses_of_completions_are_means_over_those_of_the_whole_batch(aggregation):
   """Of completions, not of tokens, and known before the first backward pass."""
   batch = make_batch()
-  loss = loss_of("grpo", 0, "batch", loss_aggregation=aggregation, max_completion_length=5)
+  loss = loss_of("grpo", 0, "sequence", loss_aggregation=aggregation, max_completion_length=5)
   sums = sums_of(batch, 0)
   known = loss.linearization_point(
     jax.tree.map(jnp.zeros_like, sums), jax.tree.map(jnp.asarray, batch), lambda: sums

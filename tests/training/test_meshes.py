@@ -111,3 +111,14 @@ def test_initial_parameters_are_the_same_on_every_mesh(program_on, replicated):
   program = program_on("data=2 fsdp=2 context=2", replicated.family)
   state = program.init(0)
   assert tree_hash(state) == tree_hash(replicated.before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lamb", "schedule_free_adamw", "novograd"])
+def test_steps_of_optimizers_of_optax_are_the_same_on_a_mesh(program_of, name):
+  results = []
+  for mesh in (REPLICATED, "fsdp=4 tensor=2"):
+    program = program_of(decoder_block="llama", opt_type=f"optax.{name}", **mesh_keys(mesh))
+    before = jax.device_get(program.init(0)) if not results else results[0][0]
+    results.append((before, three_steps(program, before)))
+  assert_same_steps(results[1][1], results[0][1])

@@ -9,8 +9,11 @@ import pytest
 from support.tiny import config_of
 from support.tiny_run import logged, start
 
+from maxlite.config.saved import save_resolved
+from maxlite.errors import UserError
 from maxlite.sharding import Sharder, build_mesh
 from maxlite.training.loss import Hidden
+from maxlite.training.model_folders import teacher_folders
 from maxlite.training.on_policy_distill import ON_POLICY_DISTILL
 from maxlite.training.policy_loss import PolicyBatch
 
@@ -113,3 +116,27 @@ def test_a_student_that_starts_as_its_teacher_has_no_divergence(tmp_path):
   rows = logged(tmp_path)
   assert abs(rows[0]["loss"]) < 1e-6
   assert "reward" not in rows[0]
+
+
+def test_a_teacher_with_another_tokenizer_or_template_is_refused(tmp_path):
+  """Equal ids must stand for equal texts; the sizes of vocabularies do not tell."""
+  template = tmp_path / "own.jinja"
+  template.write_text("{{ messages }}")
+  for name, text in (("same", "{{ messages }}"), ("other", "{{ messages[0] }}")):
+    folder = tmp_path / name / "run"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer/given_template.jinja").write_text(text)
+    cfg = config_with(tmp_path, chat_template_path=folder / "tokenizer/given_template.jinja")
+    save_resolved(cfg, folder / "config.yml")
+
+  def open_teacher(name, **keys):
+    teacher_folders(config_with(tmp_path, teacher_path=tmp_path / name / "run", **keys))
+
+  open_teacher("same", chat_template_path=template)
+  with pytest.raises(UserError, match="another chat_template_path"):
+    open_teacher("other", chat_template_path=template)
+  values = (tmp_path / "same/run/config.yml").read_text()
+  changed = values.replace("tokenizer_type: byte", "tokenizer_type: huggingface")
+  (tmp_path / "same/run/config.yml").write_text(changed)
+  with pytest.raises(UserError, match="tokenizer_type=huggingface, the run byte"):
+    open_teacher("same")

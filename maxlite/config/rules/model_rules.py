@@ -135,12 +135,16 @@ def _layers_per_unit(cfg: Config) -> Violations:
       ["inhomogeneous_layer_cycle_interval", "base_num_decoder_layers"],
       f"does not divide the number of layers; write inhomogeneous_layer_cycle_interval={divisor}",
     )
-  for key in ("first_num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers"):
-    if model.family.is_moe and getattr(model.moe, key) != DEFAULTS[key]:
-      yield Violation(
-        [key, "decoder_block"],
-        f"all layers of this family are MoE; write {key}={show(DEFAULTS[key])}",
-      )
+  keys = ["first_num_dense_layers", "interleave_moe_layer_step"]
+  rule = "all layers of this family are MoE"
+  if model.family.reads("gdn"):
+    rule = "mlp_only_layers lists the dense layers of this family"
+  else:
+    keys.append("mlp_only_layers")
+  if not model.family.is_moe:
+    return
+  for key in changed_keys(cfg, keys):
+    yield Violation([key, "decoder_block"], f"{rule}; write {key}={show(DEFAULTS[key])}")
 
 
 def layer_cycles(cfg: Config) -> Violations:

@@ -30,6 +30,11 @@ class RolloutConfig:
   rollout_batch_size: int = field(
     -1, "Completions that are written at once; -1: all of a set.", low=-1
   )
+  rollout_stop: tuple[str, ...] = field(
+    (),
+    "Stop strings of a turn of the model, which have no loss and are not in its text; stop tokens "
+    "have one.",
+  )
   reward_functions: tuple[str, ...] = field(
     (),
     "Rewards of a completion, which are added: names of docs/rl.md, or FILE.py:FUNCTION.",

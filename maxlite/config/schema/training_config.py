@@ -13,7 +13,15 @@ PHASE_STRATEGIES = ("auto", "separate", "switch")
 class OptimizerConfig:
   """Optimizer and learning-rate schedule."""
 
-  opt_type: str = model_field("adamw", "Optimizer.", choices=OPTIMIZERS)
+  opt_type: str = model_field(
+    "adamw",
+    "Optimizer; `optax.NAME` is any of optax that takes a learning rate, as optax has it.",
+    choices=OPTIMIZERS,
+  )
+  opt_kwargs: FrozenMapping = model_field(
+    FrozenMapping(),
+    "{argument: value} of opt_type=optax.NAME, besides learning_rate, weight_decay and mask.",
+  )
   learning_rate: float = field(2e-3, "Peak learning rate.", low=0)
   lr_schedule_type: str = field("cosine", "Schedule after the warm-up.", choices=SCHEDULES)
   learning_rate_schedule_steps: int = field(-1, "Length of the schedule; -1: `steps`.", low=-1)

@@ -202,12 +202,14 @@ class ChatTemplate:
     Lists of text parts become strings unless the template prints a part as it prints a string.
 
     Raises:
-      UserError: the template prints the same without the tools, or without the calls of tools.
+      UserError: the template prints the same without the tools, the format of the answer, or the
+        calls of tools.
     """
     messages = self._with_contents(messages, variables)
     dropped: dict[str, tuple[Sequence[Message], Variables]] = {}
-    if variables.get("tools"):
-      dropped["tools"] = (messages, {**variables, "tools": None})
+    for name in ("tools", "response_format"):
+      if variables.get(name):
+        dropped[name] = (messages, {**variables, name: None})
     if any(message.get("tool_calls") for message in messages):
       without = [{**message, "tool_calls": None} for message in messages]
       dropped["tool_calls"] = (without, variables)

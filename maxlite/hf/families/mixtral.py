@@ -1,6 +1,6 @@
 """Mixtral, OLMoE and Qwen3-MoE: layers of Llama with a mixture of experts in every layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.moe_plan import moe_plan
@@ -84,32 +84,52 @@ OLMOE = HfFamily(
 )
 
 
-def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  """Return our keys of the dense layers: the first ones, and all but every n-th of the others.
+def layers_with_experts(hf: ConfigJson) -> list[bool]:
+  """Return for every layer whether it has experts.
 
-  In config.json, layer i (from 0) has experts if `decoder_sparse_step` divides i + 1 and
-  `mlp_only_layers` does not list i. If no such plan describes the dense layers, they are listed.
+  Layer i (from 0) has them if `decoder_sparse_step` divides i + 1 and `mlp_only_layers` does not
+  list i.
 
   Raises:
     UserError: no layer has experts.
   """
-  num_layers = keys["base_num_decoder_layers"]
   step = hf["decoder_sparse_step"]
   listed = hf.get("mlp_only_layers") or []
   has_experts = []
-  for layer in range(num_layers):
+  for layer in range(hf["num_hidden_layers"]):
     has_experts.append(step > 0 and (layer + 1) % step == 0 and layer not in listed)
+  if not any(has_experts):
+    raise UserError(
+      f"config.json has decoder_sparse_step={step} and mlp_only_layers={listed}, with which no "
+      "layer has experts: choose a checkpoint of a dense model_type"
+    )
+  return has_experts
+
+
+def listed_dense_layers(hf: ConfigJson, has_experts: Sequence[bool]) -> JsonObject:
+  """Return our keys of dense layers that are listed."""
+  dense = tuple(layer for layer, has in enumerate(has_experts) if not has)
+  return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": dense}
+
+
+def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  """Return our keys of the dense layers: the first ones, and all but every n-th of the others.
+
+  If no such plan describes the dense layers, they are listed.
+
+  Raises:
+    UserError: no layer has experts.
+  """
+  has_experts = layers_with_experts(hf)
+  num_layers = len(has_experts)
+  step = hf["decoder_sparse_step"]
+  listed = hf.get("mlp_only_layers") or []
   num_first = 0
   while num_first in listed:
     num_first += 1
   num_first -= num_first % max(step, 1)  # the others are dense by the step
   repeats = (num_layers - num_first) // max(step, 1)
   unit = [False] * (step - 1) + [True]
-  if not any(has_experts):
-    raise UserError(
-      f"config.json has decoder_sparse_step={step} and mlp_only_layers={listed}, with which no "
-      "layer has experts: choose a checkpoint of a dense model_type"
-    )
   if all(has_experts):
     hf.get("intermediate_size")  # of dense layers
     return {}
@@ -117,8 +137,7 @@ def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   if has_experts == [False] * num_first + unit * repeats:
     plan = (num_first, step)
   if plan is None:
-    dense = [layer for layer, has in enumerate(has_experts) if not has]
-    return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": tuple(dense)}
+    return listed_dense_layers(hf, has_experts)
   return {
     "base_mlp_dim": hf["intermediate_size"],
     "first_num_dense_layers": plan[0],

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.families.mixtral import (
+  QWEN3_MOE,
+  layers_with_experts,
+  listed_dense_layers,
+)
 from maxlite.hf.families.qwen2_moe import num_shared_experts
 from maxlite.hf.family import (
   DENSE_KEYS,
@@ -124,13 +129,17 @@ def _to_hf(cfg: ModelConfig) -> JsonObject:
 
 def _mixture_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return the number of shared experts as one MLP, and the interval."""
-  num_shared = num_shared_experts(hf)
-  if hf.get("mlp_only_layers"):
-    raise UserError(
-      f"config.json has mlp_only_layers={hf.get('mlp_only_layers')}, but maxlite supports only "
-      "experts in every layer here: choose another checkpoint"
-    )
-  return _from_hf(hf, keys) | {"shared_experts": num_shared}
+  return _from_hf(hf, keys) | {"shared_experts": num_shared_experts(hf)}
+
+
+def _next_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  """Return our keys of the mixture, and the dense layers."""
+  found = _mixture_from_hf(hf, keys)
+  has_experts = layers_with_experts(hf)
+  if all(has_experts):
+    hf.get("intermediate_size")  # of dense layers
+    return found
+  return found | listed_dense_layers(hf, has_experts)
 
 
 def _mixture_to_hf(cfg: ModelConfig) -> JsonObject:
@@ -140,10 +149,7 @@ def _mixture_to_hf(cfg: ModelConfig) -> JsonObject:
 
 
 def _next_to_hf(cfg: ModelConfig) -> JsonObject:
-  return _mixture_to_hf(cfg) | {
-    "intermediate_size": cfg.moe.base_moe_mlp_dim,
-    "mlp_only_layers": [],
-  }
+  return _mixture_to_hf(cfg) | QWEN3_MOE.extra_to_hf(cfg)
 
 
 def _groups(cfg: ModelConfig) -> dict[str, int]:
@@ -191,13 +197,14 @@ QWEN3_NEXT = HfFamily(
   "qwen3_next",
   "Qwen3NextForCausalLM",
   "qwen3_next",
-  (*NORMS, *ATTENTION, *GATED_DELTA, *GROUPED_INPUTS, *MIXTURE),
+  (*NORMS, *ATTENTION, *GATED_DELTA, *GROUPED_INPUTS, *MIXTURE, *mlp("mlp", "mlp")),
   (*GATED_DELTA_KEYS, *MIXTURE_KEYS, NORM_TOPK_PROB),
   ours={"router": "topk_softmax"},
   defaults=_DEFAULTS
   | _MIXTURE_DEFAULTS
   | {
     "vocab_size": 151936,
+    "intermediate_size": 5632,
     "num_hidden_layers": 48,
     "num_experts_per_tok": 10,
     "num_experts": 512,
@@ -205,14 +212,12 @@ QWEN3_NEXT = HfFamily(
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
   },
-  required={"decoder_sparse_step": 1},
   partial_rotary=True,
   aux_loss_key="router_aux_loss_coef",
-  extra_from_hf=_mixture_from_hf,
+  extra_from_hf=_next_from_hf,
   extra_to_hf=_next_to_hf,
   row_groups=_groups,
   mtp=_MTP,
-  unread=("intermediate_size",),  # of dense layers, which are not supported
 )
 QWEN3_5 = HfFamily(
   "qwen3_5_text",

@@ -1,15 +1,27 @@
 """The thread that runs the engine: it takes requests from other threads and returns tokens."""
 
+import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from maxlite.errors import UserError
 from maxlite.inference.batcher import Batcher, TokenEvent
 from maxlite.inference.engine import GenerationRequest
+from maxlite.inference.scoring import TokenScore
 
 Event = TokenEvent | Exception
 OnEvent = Callable[[Event], None]  # called in the engine's thread
+
+
+class _Scoring(NamedTuple):
+  """Tokens to score, see `Engine.score`, and the future result."""
+
+  tokens: Sequence[int]
+  num_top: int
+  result: Future[list[TokenScore | None]]
 
 
 class QueueFullError(Exception):
@@ -41,6 +53,7 @@ class EngineThread:
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
+    self._scorings: collections.deque[_Scoring] = collections.deque()
     self._is_closing = False
 
   @contextlib.contextmanager
@@ -77,7 +90,7 @@ class EngineThread:
     """
     self.check_number(len(on_event))
     with self._changed:
-      if len(self._on_event) + len(on_event) > self.max_active:
+      if self.num_active + len(on_event) > self.max_active:
         raise QueueFullError("too many requests are waiting: try again later")
       self._on_event |= on_event
       self._changed.notify()
@@ -85,11 +98,25 @@ class EngineThread:
   @property
   def num_active(self) -> int:
     """Number of requests waiting or in progress."""
-    return len(self._on_event)
+    return len(self._on_event) + len(self._scorings)
+
+  def score(self, tokens: Sequence[int], num_top: int) -> Future[list[TokenScore | None]]:
+    """Score the tokens of a finished request between two steps of the others."""
+    result: Future[list[TokenScore | None]] = Future()
+    with self._changed:
+      self._scorings.append(_Scoring(tokens, num_top, result))
+      self._changed.notify()
+    return result
 
   def fail_all(self, error: Exception) -> None:
     """End all requests with `error`."""
     self._fail(list(self._on_event), error)
+    with self._changed:
+      scorings = list(self._scorings)
+      self._scorings.clear()
+    for scoring in scorings:
+      if scoring.result.set_running_or_notify_cancel():
+        scoring.result.set_exception(error)
 
   def cancel(self, *requests: GenerationRequest) -> None:
     """End the requests that have not finished; they receive no further events."""
@@ -114,6 +141,9 @@ class EngineThread:
         if self._is_closing:
           return
         requests = list(self._on_event)[: self._batcher.engine.num_rows]
+        scoring = self._scorings.popleft() if self._scorings else None
+      if scoring is not None:
+        self._score(scoring)
       try:
         events = self._advance(requests)
       except Exception as error:  # of any kind: the waiting clients need an answer
@@ -126,7 +156,15 @@ class EngineThread:
 
   def _has_work(self) -> bool:
     """Whether there are requests, or rows of requests that ended, or the thread should end."""
-    return self._is_closing or len(self._on_event) > 0 or not self._batcher.is_idle
+    return self._is_closing or self.num_active > 0 or not self._batcher.is_idle
+
+  def _score(self, scoring: _Scoring) -> None:
+    if not scoring.result.set_running_or_notify_cancel():  # its client has disconnected
+      return
+    try:
+      scoring.result.set_result(self._batcher.engine.score(scoring.tokens, scoring.num_top))
+    except Exception as error:  # of any kind: the waiting client needs an answer
+      scoring.result.set_exception(error)
 
   def _advance(self, requests: list[GenerationRequest]) -> list[TokenEvent]:
     """Give rows to exactly these requests, and return their next tokens."""

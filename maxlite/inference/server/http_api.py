@@ -23,12 +23,15 @@ from starlette.types import Receive, Scope, Send
 
 from maxlite.data.tokenizer import Tokenizer, encode_prompt
 from maxlite.errors import UserError
-from maxlite.inference.detokenizer import Detokenizer
+from maxlite.inference.batcher import LENGTH, STOP, TokenEvent
+from maxlite.inference.detokenizer import Detokenizer, NewText
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.server import openai_schema
 from maxlite.inference.server.engine_thread import EngineThread, Event, OnEvent, QueueFullError
+from maxlite.inference.server.logprobs import Logprobs
 from maxlite.inference.server.openai_schema import (
   CompletionRequest,
+  Endpoint,
   JsonObject,
   Prompt,
   ResponseSchema,
@@ -46,6 +49,7 @@ _MAX_ESCAPED = 6  # JSON writes a byte in at most this many, as \u0000
 _OTHER_BODY_BYTES = 2**16  # for all but the prompts
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the remaining length
 _MAX_ERROR_LENGTH = 500  # [characters]
+_TEMPLATE_PARAMETERS = {"tools", "response_format"}  # variables of templates
 
 # Converts messages {"role": ..., "content": ...} to tokens, up to the assistant's answer, with
 # further variables of the template.
@@ -75,10 +79,28 @@ class _Completion:
 
   request: GenerationRequest
   detokenizer: Detokenizer
-  text: str = ""
+  stop_token_ids: Sequence[int]  # in addition to the engine's
+  has_tokens: bool = True  # else only the prompt is scored
+  text: str = ""  # with the prompt, if it is echoed
   finish_reason: str = ""
-  num_tokens: int = 0
+  tokens: list[int] = dataclasses.field(default_factory=list)  # with a stop token
+  # What the request wants of the completion and of its prompt, once it is finished.
+  details: JsonObject = dataclasses.field(default_factory=dict)
+  prompt_details: JsonObject = dataclasses.field(default_factory=dict)
   submitted: float = dataclasses.field(default_factory=time.perf_counter)
+
+  def push(self, event: TokenEvent) -> NewText:
+    """Add a token and return the text that becomes final."""
+    if not self.has_tokens:
+      return NewText("", LENGTH)
+    token = event.stop_token if event.token is None else event.token
+    assert token is not None
+    self.tokens.append(token)
+    if token in self.stop_token_ids:
+      event = TokenEvent(self.request, None, STOP, stop_token=token)
+    new = self.detokenizer.push(event)
+    self.text += new.text
+    return new
 
 
 # (a completion, or None for all of them; its new token, or an error).
@@ -131,10 +153,17 @@ class Api:
 
   def build_app(self, hosts: Sequence[str]) -> Starlette:
     """Build the ASGI application, which accepts requests to `hosts`; `*`: any."""
-    paths = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+    endpoints = {
+      "/v1/completions": Endpoint.COMPLETIONS,
+      "/v1/chat/completions": Endpoint.CHAT,
+      "/inference/v1/generate": Endpoint.TOKENS,
+    }
+    paths = ("/", "/health", "/metrics", "/v1/models", *endpoints)
     page = (files("maxlite.inference.server") / "page.html").read_text("utf-8")
-    completions = functools.partial(self._respond, is_chat=False)
-    chat = functools.partial(self._respond, is_chat=True)
+    completions = []
+    for path, endpoint in endpoints.items():
+      respond = functools.partial(self._respond, endpoint=endpoint)
+      completions.append(Route(path, respond, methods=["POST"]))
     return Starlette(
       routes=[
         Route("/", lambda _: HTMLResponse(page)),
@@ -142,8 +171,7 @@ class Api:
         Route("/metrics", self._metrics),
         Route("/v1/models", self._models),
         Route("/v1/models/{name:path}", self._model),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        *completions,
       ],
       middleware=[
         Middleware(CountRequests, metrics=self._measured, paths=paths),
@@ -184,17 +212,18 @@ class Api:
       "created": self._start,
       "owned_by": "maxlite",
       "has_chat_template": self._chat_prompt is not None,
+      "max_model_len": self._max_length,
     }
 
-  async def _respond(self, http: Request, is_chat: bool) -> Response:
+  async def _respond(self, http: Request, endpoint: Endpoint) -> Response:
     self._require_key(http)
     received: _Queue = asyncio.Queue()
     body = await _read_json(http, self._max_body_bytes)
     async with self._tokenizer_lock:  # in a thread, so that long prompts do not block others
-      request, completions = await asyncio.to_thread(self._parse, body, is_chat)
+      request, completions = await asyncio.to_thread(self._parse, body, endpoint)
     self._submit(completions, received)
-    schema = ResponseSchema(self._name, is_chat)
-    pieces = self._pieces(completions, received)
+    schema = ResponseSchema(self._name, endpoint)
+    pieces = self._pieces(request, completions, received)
     cancel = functools.partial(self._cancel, completions)
     if request.stream:
       events = _events(schema, completions, pieces, include_usage=request.include_usage)
@@ -207,26 +236,33 @@ class Api:
       watching.cancel()
       cancel()
     choices: list[JsonObject] = []
-    for index, completion in enumerate(completions):
-      choices.append(schema.choice(index, completion.text, completion.finish_reason))
-    return JSONResponse(schema.response(choices) | _usage(completions))
+    of_prompt: JsonObject = {}
+    for index, each in enumerate(completions):
+      details = each.details
+      if endpoint is Endpoint.COMPLETIONS:
+        details = details | each.prompt_details
+      else:  # all choices have one prompt
+        of_prompt = each.prompt_details
+      choices.append(schema.choice(index, each.text, each.finish_reason, details))
+    return JSONResponse(schema.response(choices) | of_prompt | _usage(completions))
 
   def _cancel(self, completions: list[_Completion]) -> None:
     requests = [completion.request for completion in completions]
     self._engine_thread.cancel(*requests)
 
-  def _parse(self, body: object, is_chat: bool) -> tuple[CompletionRequest, list[_Completion]]:
+  def _parse(self, body: object, endpoint: Endpoint) -> tuple[CompletionRequest, list[_Completion]]:
     """Parse the body of a request, and tokenize its prompts."""
     max_tokens = None
+    is_chat = endpoint is Endpoint.CHAT
     if not is_chat:
       max_tokens = _DEFAULT_MAX_TOKENS
     request = openai_schema.parse_request(
       body,
       model=self._name,
-      is_chat=is_chat,
+      endpoint=endpoint,
       max_tokens=max_tokens,
     )
-    self._engine_thread.check_number(len(request.prompts))
+    self._engine_thread.check_number(max(len(request.prompts), 1) * request.num_choices)
     chat = json.dumps([request.messages, request.template_variables], ensure_ascii=False)
     if is_chat:
       self._require_short(len(chat.encode(errors="replace")))
@@ -235,7 +271,8 @@ class Api:
     elif self._chat_prompt:
       prompts = [self._chat_prompt(request.messages, request.template_variables)]
     elif request.template_variables:
-      raise UserError("chat_template_kwargs needs a model with a chat template; leave it out")
+      name, *_ = (*_TEMPLATE_PARAMETERS & set(request.template_variables), "chat_template_kwargs")
+      raise UserError(f"{name} needs a model with a chat template; leave it out")
     else:  # without a chat template the model continues a transcript, up to the user's next line
       prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
@@ -245,11 +282,17 @@ class Api:
       longest = max(len(prompt) for prompt in prompts)
       max_tokens = max(self._max_length - longest, 1)
     completions: list[_Completion] = []
-    for index, prompt in enumerate(prompts):
-      generation_request = request.generation_request(prompt, max_tokens, index)
-      self._engine_thread.check(generation_request)
-      detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
-      completions.append(_Completion(generation_request, detokenizer))
+    for number, prompt in enumerate(prompts):
+      for _ in range(request.num_choices):
+        # The engine generates a token at least; without `max_tokens` it is not returned.
+        seeded = request.generation_request(prompt, max_tokens or 1, len(completions))
+        self._engine_thread.check(seeded)
+        detokenizer = Detokenizer(self._tokenizer, prompt, request.stop_strings)
+        completion = _Completion(seeded, detokenizer, request.stop_token_ids)
+        completion.has_tokens = max_tokens > 0
+        if request.echo:
+          completion.text = self._text(request.prompts[number])
+        completions.append(completion)
     return request, completions
 
   def _tokens(self, prompt: Prompt) -> list[int]:
@@ -259,6 +302,12 @@ class Api:
       self._require_short(len(text))
       return encode_prompt(self._tokenizer, text)
     return list(prompt)
+
+  def _text(self, prompt: Prompt) -> str:
+    """Return the text of a prompt."""
+    if isinstance(prompt, str):
+      return prompt.encode(errors="replace").decode()
+    return self._tokenizer.decode(prompt)
 
   def _require_short(self, num_bytes: int) -> None:
     """Raise UserError if a prompt of this length cannot fit, whatever its tokens are."""
@@ -282,7 +331,7 @@ class Api:
     self._engine_thread.submit(callbacks)
 
   async def _pieces(
-    self, completions: list[_Completion], received: _Queue
+    self, request: CompletionRequest, completions: list[_Completion], received: _Queue
   ) -> AsyncIterator[_Piece]:
     """Yield new texts until all completions are finished."""
     while not all(completion.finish_reason for completion in completions):
@@ -293,17 +342,46 @@ class Api:
         raise GenerationError(f"generation failed: {event}")
       if completion is None or completion.finish_reason:
         continue
-      if not completion.num_tokens:
+      if not completion.tokens:
         seconds = time.perf_counter() - completion.submitted
         self._measured.first_token_seconds.observe(seconds)
-      new = completion.detokenizer.push(event)
-      completion.text += new.text
-      completion.finish_reason = new.finish_reason
-      completion.num_tokens += 1
+      new = completion.push(event)
       if new.finish_reason:
         self._engine_thread.cancel(completion.request)
+        await self._add_details(request, completion)
+      completion.finish_reason = new.finish_reason
       if new.text or new.finish_reason:
         yield _Piece(completions.index(completion), new.text)
+
+  async def _add_details(self, request: CompletionRequest, completion: _Completion) -> None:
+    """Add the ids and log-probabilities that the request wants to a finished completion."""
+    prompt = list(completion.request.prompt)
+    if request.return_token_ids:
+      completion.prompt_details["prompt_token_ids"] = prompt
+      completion.details["token_ids"] = completion.tokens
+    if request.max_num_top is None:
+      return
+    tokens = prompt + completion.tokens
+    try:
+      scoring = self._engine_thread.score(tokens, request.max_num_top)
+      scores = await asyncio.wrap_future(scoring)
+    except Exception as error:  # of any kind, as those of the engine
+      self._measured.generation_errors.inc()
+      raise GenerationError(f"log-probabilities failed: {error}") from None
+    logprobs = Logprobs(self._tokenizer, tokens, scores, as_ids=request.tokens_as_ids)
+
+    def add() -> None:
+      if request.num_prompt_top is not None:
+        of_prompt = logprobs.of_prompt(len(prompt), request.num_prompt_top)
+        completion.prompt_details["prompt_logprobs"] = of_prompt
+      if request.num_top is not None and request.endpoint is not Endpoint.COMPLETIONS:
+        completion.details["logprobs"] = logprobs.of_chat(len(prompt), request.num_top)
+      elif request.num_top is not None:
+        first = 0 if request.echo else len(prompt)
+        completion.details["logprobs"] = logprobs.of_completion(first, request.num_top)
+
+    async with self._tokenizer_lock:  # in a thread, since many tokens have to be decoded
+      await asyncio.to_thread(add)
 
 
 def _usage(completions: list[_Completion]) -> JsonObject:
@@ -312,7 +390,7 @@ def _usage(completions: list[_Completion]) -> JsonObject:
   num_new_tokens = 0
   for completion in completions:
     num_prompt_tokens += len(completion.request.prompt)
-    num_new_tokens += completion.num_tokens
+    num_new_tokens += len(completion.tokens)
   counts = {
     "prompt_tokens": num_prompt_tokens,
     "completion_tokens": num_new_tokens,
@@ -329,9 +407,17 @@ async def _events(
   include_usage: bool,
 ) -> AsyncIterator[str]:
   """Format `pieces` as server-sent events."""
+  for index, echoed in enumerate(completions):
+    if echoed.text:
+      choice = schema.chunk_choice(index, echoed.text, "", {})
+      yield _event(schema.response([choice], is_chunk=True))
   try:
     async for index, text in pieces:
-      choice = schema.chunk_choice(index, text, completions[index].finish_reason)
+      completion = completions[index]
+      details: JsonObject = {}
+      if completion.finish_reason:  # scores are known only then
+        details = completion.details | completion.prompt_details
+      choice = schema.chunk_choice(index, text, completion.finish_reason, details)
       yield _event(schema.response([choice], is_chunk=True))
   except GenerationError as error:
     yield _event({"error": {"message": str(error), "type": "server_error"}})

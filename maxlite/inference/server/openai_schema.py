@@ -1,7 +1,11 @@
-"""The schema of OpenAI's completions API: parse and validate requests, build responses."""
+"""The schemas of OpenAI's completions and of vLLM's API of tokens.
+
+They parse and validate requests, and build responses.
+"""
 
 import contextlib
 import dataclasses
+import enum
 import json
 import math
 import secrets
@@ -13,13 +17,14 @@ from typing import Any
 from maxlite.errors import UserError
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
+from maxlite.inference.scoring import MAX_TOP
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 JsonObject = dict[str, Any]
 Message = JsonObject  # {"role": ..., "content": ..., ...}
 
-# Parameters that clients send but that are not supported, with the values that have no effect; null
-# has none either.
+# Parameters that clients send but that are not supported, here or for text completion, with the
+# values that have no effect; null has none either.
 NEUTRAL: dict[str, tuple[object, ...]] = {
   "audio": (),
   "best_of": (1,),
@@ -27,17 +32,21 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
   "frequency_penalty": (0,),
   "function_call": ("none", "auto"),
   "functions": ([],),
+  "ignore_eos": (False,),
+  "include_stop_str_in_output": (False,),
   "logit_bias": ({},),
-  "logprobs": (False,),
+  "min_tokens": (0,),
   "modalities": (["text"],),
-  "n": (1,),
   "parallel_tool_calls": (True, False),
   "prediction": (),
   "presence_penalty": (0,),
+  "priority": (0,),
   "prompt_cache_retention": (),
   "reasoning_effort": (),
   "response_format": ({"type": "text"},),
   "service_tier": ("auto", "default"),
+  "skip_special_tokens": (True,),
+  "spaces_between_special_tokens": (True,),
   "store": (False,),
   "suffix": ("",),
   "tool_choice": ("none", "auto"),
@@ -47,12 +56,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
   "web_search_options": (),
 }
 NEUTRAL_STREAM_OPTIONS: dict[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
-IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they only name a request
+# They only name a request, or a part of a cache of prompts, which the server has not.
+IGNORED = ("cache_salt", "metadata", "prompt_cache_key", "request_id", "safety_identifier", "user")
 MAX_TEMPERATURE = 2.0  # OpenAI's; above it completions are noise
 MAX_NUMBER = 2**31 - 1  # sampling parameters become arrays of 32 bits
 # Each stop string is searched for after every token.
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1000
+MAX_STOP_TOKENS = 1000
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # What templates read of a message; other fields have to be empty.
 _MESSAGE_KEYS = (
@@ -71,31 +82,62 @@ class UnknownModelError(Exception):
   """The request names a model that the server does not have."""
 
 
+class Endpoint(enum.Enum):
+  """What a request has, and how it is answered."""
+
+  COMPLETIONS = "text_completion"  # prompts as text or token ids
+  CHAT = "chat.completion"  # messages
+  TOKENS = "tokens"  # one prompt of token ids, answered without text
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
   """A parsed request: complete each of `prompts`, or the conversation `messages`.
 
   Attributes:
+    endpoint: decides the form of the answer.
     prompts: the prompts as text or token ids; empty for a conversation.
     messages: the messages of a conversation; empty if there are prompts.
     max_tokens: the maximum number of new tokens; None for as many as there is room for.
     sampling: the sampling parameters.
     seed: the seed of the first completion; each further one has the next seed.
     stop_strings: texts that end a completion.
+    stop_token_ids: tokens that end it too, in addition to the model's.
     stream: whether the response is a stream of chunks.
     include_usage: whether a stream ends with a chunk of token counts.
     template_variables: variables for the chat template, such as `enable_thinking`.
+    num_choices: completions per prompt.
+    num_top: log-probabilities of the completions, with so many of the most likely tokens; None:
+      none at all.
+    num_prompt_top: as `num_top`, of the prompts.
+    echo: whether a completion begins with its prompt.
+    return_token_ids: whether the answer has the ids of prompts and completions.
+    tokens_as_ids: whether log-probabilities name tokens by their ids.
   """
 
+  endpoint: Endpoint
   prompts: tuple[Prompt, ...]
   messages: tuple[Message, ...]
   max_tokens: int | None
   sampling: SamplingParams
   seed: int
   stop_strings: tuple[str, ...]
+  stop_token_ids: tuple[int, ...]
   stream: bool
   include_usage: bool
   template_variables: JsonObject
+  num_choices: int
+  num_top: int | None
+  num_prompt_top: int | None
+  echo: bool
+  return_token_ids: bool
+  tokens_as_ids: bool
+
+  @property
+  def max_num_top(self) -> int | None:
+    """The most likely tokens that are needed per position; None if nothing is scored."""
+    given = [number for number in (self.num_top, self.num_prompt_top) if number is not None]
+    return max(given, default=None)
 
   def generation_request(self, tokens: list[int], max_tokens: int, n: int) -> GenerationRequest:
     """The request to the engine for the n-th completion, whose prompt is `tokens`."""
@@ -123,14 +165,14 @@ def require_model(given: object, model: str) -> None:
 
 
 def parse_request(
-  body: object, *, model: str, is_chat: bool, max_tokens: int | None
+  body: object, *, model: str, endpoint: Endpoint, max_tokens: int | None
 ) -> CompletionRequest:
   """Parse the JSON of a request.
 
   Args:
     body: the decoded JSON.
     model: name of the server's model.
-    is_chat: whether the request has messages instead of prompts.
+    endpoint: the one that the request is sent to.
     max_tokens: default, for clients that do not set it.
 
   Raises:
@@ -140,6 +182,9 @@ def parse_request(
   if not isinstance(body, dict):
     raise UserError("the body must be a JSON object")
   given = {name: value for name, value in body.items() if name not in IGNORED}
+  is_chat = endpoint is Endpoint.CHAT
+  if endpoint is Endpoint.TOKENS:
+    given = _from_tokens(given)
   require_model(given.pop("model", None), model)
   prompts: tuple[Prompt, ...] = ()
   messages: tuple[Message, ...] = ()
@@ -153,22 +198,63 @@ def parse_request(
     if limit is not None:
       max_tokens = _integer(name, limit)
   options = _take_object(given, "stream_options")
+  variables: JsonObject = {}
+  if is_chat:
+    variables = _take_template_variables(given)
   request = CompletionRequest(
+    endpoint=endpoint,
     prompts=prompts,
     messages=messages,
     max_tokens=max_tokens,
     sampling=sampling,
     seed=_parse_seed(given.pop("seed", None)),
     stop_strings=_parse_stop(given.pop("stop", None)),
+    stop_token_ids=_parse_stop_tokens(given.pop("stop_token_ids", None)),
     stream=_boolean("stream", given.pop("stream", None)),
     include_usage=_boolean("include_usage", options.pop("include_usage", None)),
-    template_variables=_take_template_variables(given) if is_chat else {},
+    template_variables=variables,
+    num_choices=_take_count(given, "n"),
+    num_top=_take_num_top(given, is_chat=is_chat),
+    num_prompt_top=_take_top(given, "prompt_logprobs"),
+    echo=endpoint is Endpoint.COMPLETIONS and _boolean("echo", given.pop("echo", None)),
+    return_token_ids=_boolean("return_token_ids", given.pop("return_token_ids", None)),
+    tokens_as_ids=_boolean(
+      "return_tokens_as_token_ids",
+      given.pop("return_tokens_as_token_ids", None),
+    ),
   )
+  _check_prompt_scores(request)
   for name, value in given.items():
     _require_neutral(name, value, NEUTRAL)
   for name, value in options.items():
     _require_neutral(name, value, NEUTRAL_STREAM_OPTIONS)
   return request
+
+
+def _check_prompt_scores(request: CompletionRequest) -> None:
+  """Raise UserError if the scores of prompts do not fit the rest of the request."""
+  if request.stream and request.num_prompt_top is not None:
+    raise UserError("prompt_logprobs needs stream=false")
+  if request.max_tokens == 0 and not request.echo and request.num_prompt_top is None:
+    raise UserError("max_tokens=0 needs echo=true or prompt_logprobs; write max_tokens=1 or more")
+
+
+def _from_tokens(given: JsonObject) -> JsonObject:
+  """Return a request to vLLM's `/inference/v1/generate` as one for completions, with all ids."""
+  others = dict(given)
+  tokens = others.pop("token_ids", None)
+  if not isinstance(tokens, list) or not isinstance(_as_prompt(tokens), tuple):
+    raise UserError("token_ids must be a list of tokens")
+  sampling = _take_object(others, "sampling_params")
+  for name in ("detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
+    sampling.pop(name, None)  # of the text, which the answer has not
+  if others.get("stream"):
+    raise UserError("stream=true is not supported; leave it out")
+  for name in ("model", "prompt", "stream"):
+    if name in sampling:
+      raise UserError(f"sampling_params has {name}; leave it out")
+  ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+  return others | sampling | {"prompt": tokens} | ids
 
 
 def _take_object(given: JsonObject, name: str) -> JsonObject:
@@ -182,12 +268,57 @@ def _take_object(given: JsonObject, name: str) -> JsonObject:
 
 
 def _take_template_variables(given: JsonObject) -> JsonObject:
-  """Remove `chat_template_kwargs` from `given` and return it."""
+  """Remove `chat_template_kwargs`, `tools` and `response_format` from `given` and return them."""
   variables = _take_object(given, "chat_template_kwargs")
   for name in _SET_VARIABLES:
     if name in variables:
       raise UserError(f"chat_template_kwargs has {name}, which the server sets; leave it out")
+  tools = given.pop("tools", None)
+  if tools is None:
+    tools = []
+  if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    raise UserError('tools must be a list of {"type": "function", "function": {...}}')
+  choice = given.pop("tool_choice", None)
+  if choice not in (None, "none", "auto"):
+    raise UserError(f"tool_choice={choice} is not supported; write auto or none")
+  if tools and choice != "none":
+    variables["tools"] = tools
+  answer_format = _take_object(given, "response_format")
+  if answer_format and answer_format != {"type": "text"}:
+    variables["response_format"] = answer_format
   return variables
+
+
+def _take_num_top(given: JsonObject, *, is_chat: bool) -> int | None:
+  """Remove `logprobs` and `top_logprobs` from `given`: the most likely tokens; None: no scores."""
+  if not is_chat:
+    if given.get("logprobs") is False:
+      del given["logprobs"]
+    return _take_top(given, "logprobs")
+  is_scored = _boolean("logprobs", given.pop("logprobs", None))
+  num_top = _take_top(given, "top_logprobs") or 0
+  if num_top and not is_scored:
+    raise UserError(f"top_logprobs={num_top} needs logprobs=true")
+  return num_top if is_scored else None
+
+
+def _take_top(given: JsonObject, name: str) -> int | None:
+  """Remove a number of most likely tokens from `given` and return it."""
+  value = given.pop(name, None)
+  if value is None:
+    return None
+  number = _integer(name, value)
+  if not 0 <= number <= MAX_TOP:
+    raise UserError(f"{name}={number} must be from 0 to {MAX_TOP}")
+  return number
+
+
+def _take_count(given: JsonObject, name: str) -> int:
+  value = given.pop(name, None)
+  number = 1 if value is None else _integer(name, value)
+  if number < 1:
+    raise UserError(f"{name}={number} must be 1 or more")
+  return number
 
 
 def _take_sampling(given: JsonObject) -> SamplingParams:
@@ -196,9 +327,12 @@ def _take_sampling(given: JsonObject) -> SamplingParams:
   temperature = _take_number(given, "temperature", default.temperature)
   if temperature > MAX_TEMPERATURE:
     raise UserError(f"temperature={temperature} must be from 0 to {MAX_TEMPERATURE:g}")
+  top_k = _take_integer(given, "top_k", default.top_k)
+  if top_k == -1:  # all tokens, as vLLM writes it
+    top_k = 0
   return SamplingParams(
     temperature=temperature,
-    top_k=_take_integer(given, "top_k", default.top_k),
+    top_k=top_k,
     top_p=_take_number(given, "top_p", default.top_p),
     min_p=_take_number(given, "min_p", default.min_p),
     repetition_penalty=_take_number(
@@ -241,7 +375,7 @@ def _require_neutral(name: str, value: object, known: Mapping[str, tuple[object,
   if name not in known:
     raise UserError(f"{name} is not a known parameter")
   for neutral in (None, *known[name]):
-    # In Python 0 equals False, but logprobs=0 requests log-probabilities, logprobs=false does not.
+    # In Python 0 equals False.
     if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
       return
   raise UserError(f"{name}={value} is not supported; leave it out")
@@ -262,39 +396,42 @@ def transcript(messages: tuple[Message, ...]) -> str:
 class ResponseSchema:
   """Builds the JSON objects of one response, whole or in chunks."""
 
-  def __init__(self, model: str, is_chat: bool) -> None:
-    kind = "cmpl"
-    if is_chat:
-      kind = "chatcmpl"
-    self._head: JsonObject = {
-      "id": f"{kind}-{uuid.uuid4().hex}",
-      "created": int(time.time()),
-      "model": model,
-    }
-    self._is_chat = is_chat
+  def __init__(self, model: str, endpoint: Endpoint) -> None:
+    prefixes = {Endpoint.COMPLETIONS: "cmpl", Endpoint.CHAT: "chatcmpl", Endpoint.TOKENS: "tokens"}
+    self._id = f"{prefixes[endpoint]}-{uuid.uuid4().hex}"
+    self._created = int(time.time())
+    self._model = model
+    self._endpoint = endpoint
     self._begun: set[int] = set()  # choices that have a chunk
 
   def response(self, choices: list[JsonObject], *, is_chunk: bool = False) -> JsonObject:
     """A response, or a chunk of one, with the given choices."""
-    if not self._is_chat:
-      kind = "text_completion"
-    elif is_chunk:
-      kind = "chat.completion.chunk"
-    else:
-      kind = "chat.completion"
-    return self._head | {"object": kind, "choices": choices}
+    if self._endpoint is Endpoint.TOKENS:
+      return {"request_id": self._id, "choices": choices}
+    kind = self._endpoint.value
+    if is_chunk and self._endpoint is Endpoint.CHAT:
+      kind += ".chunk"
+    head = {"id": self._id, "created": self._created, "model": self._model}
+    return head | {"object": kind, "choices": choices}
 
-  def choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
-    """The completion number `index`; finish_reason "" becomes null."""
-    choice = self._empty_choice(index, finish_reason)
-    if self._is_chat:
+  def choice(self, index: int, text: str, finish_reason: str, details: JsonObject) -> JsonObject:
+    """The completion number `index`, with `details` such as log-probabilities."""
+    choice = self._empty_choice(index, finish_reason) | details
+    if self._endpoint is Endpoint.CHAT:
       return choice | {"message": {"role": "assistant", "content": text}}
+    if self._endpoint is Endpoint.TOKENS:
+      return choice
     return choice | {"text": text}
 
-  def chunk_choice(self, index: int, text: str, finish_reason: str) -> JsonObject:
-    """What a chunk adds to `choice`: new text, and in the first chunk the role."""
-    choice = self._empty_choice(index, finish_reason)
-    if not self._is_chat:
+  def chunk_choice(
+    self, index: int, text: str, finish_reason: str, details: JsonObject
+  ) -> JsonObject:
+    """What a chunk adds to `choice`: new text, and in the first chunk the role.
+
+    The `finish_reason` of all but the last chunk is "", which becomes null.
+    """
+    choice = self._empty_choice(index, finish_reason) | details
+    if self._endpoint is not Endpoint.CHAT:
       return choice | {"text": text}
     delta = {"content": text}
     if index not in self._begun:
@@ -413,6 +550,15 @@ def _parse_stop(given: object) -> tuple[str, ...]:
       f"stop may have at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LENGTH} characters"
     )
   return tuple(stops)
+
+
+def _parse_stop_tokens(given: object) -> tuple[int, ...]:
+  tokens = given or []
+  if not isinstance(tokens, list) or not all(_is_token(token) for token in tokens):
+    raise UserError("stop_token_ids must be a list of tokens")
+  if len(tokens) > MAX_STOP_TOKENS:
+    raise UserError(f"stop_token_ids may have at most {MAX_STOP_TOKENS} tokens")
+  return tuple(tokens)
 
 
 def _parse_seed(given: object) -> int:

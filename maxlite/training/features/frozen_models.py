@@ -12,10 +12,13 @@ from jax.sharding import Mesh
 
 from maxlite.checkpoint.checksum import tree_hash
 from maxlite.config.schema import Config
+from maxlite.data.batch import DeviceBatch
 from maxlite.metrics.flops import BACKWARD_OVER_FORWARD, train_flops
 from maxlite.metrics.waits import report_wait
+from maxlite.models import Decoder
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.feature import Feature
+from maxlite.training.loss import DecoderLoss, Hidden, run_forward
 from maxlite.training.model_folders import ModelFolder
 from maxlite.training.model_weights import ModelWeights, open_weights_of
 from maxlite.training.program import Program, build_program, parameter_sizes
@@ -100,3 +103,28 @@ def _read(model: FrozenModel) -> PyTree:
 
   params = model.weights.read_averages(model.stored)
   return jax.tree.map(typed, params, model.program.abstract_state.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowingLoss(DecoderLoss):
+  """A loss of a decoder that reads the predictions of frozen models, without jitter."""
+
+  others: tuple[Decoder, ...]
+  # (parameters of the decoder, the step's inputs beside the batch) -> those of each model.
+  params_of: Callable[[PyTree, Mapping[str, PyTree]], tuple[PyTree, ...]]
+
+  def hidden(
+    self,
+    params: PyTree,
+    batch: DeviceBatch,
+    key: jax.Array | None,
+    extra: Mapping[str, PyTree],
+  ) -> Hidden:
+    own = super().hidden(params, batch, key, extra)
+    results = []
+    for other, other_params in zip(self.others, self.params_of(params, extra), strict=True):
+      # The decoder's sharder, which may be that of the inside of a shard_map.
+      model = other.clone(sharder=self.model.sharder)
+      result = run_forward(model, other_params, batch, None, drafts=False)
+      results.append(jax.lax.stop_gradient(result))
+    return own.replace(teachers=tuple(results))

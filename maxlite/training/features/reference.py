@@ -20,8 +20,8 @@ from maxlite.optim.labels import Labels, trained_paths
 from maxlite.registry import LOSSES, PREFERENCE_LOSSES, has_reference
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.feature import EvalStep, Feature, FeatureRequest
-from maxlite.training.features.frozen_models import FrozenModels
-from maxlite.training.loss import DecoderLoss, Hidden, run_forward
+from maxlite.training.features.frozen_models import FollowingLoss, FrozenModels
+from maxlite.training.loss import DecoderLoss
 from maxlite.training.model_folders import reference_folders
 from maxlite.training.spec import ObjectiveSpec, StepSpec
 
@@ -68,10 +68,16 @@ class Reference(Feature):
       return loss
     return self.add_reference(loss)
 
-  def add_reference(self, loss: DecoderLoss) -> "ReferenceLoss":
+  def add_reference(self, loss: DecoderLoss) -> DecoderLoss:
     """The loss with the reference model."""
     reference = Decoder(self.model, loss.model.sharder)
-    return ReferenceLoss(loss.model, loss.loss, loss.cfg, loss.moe, reference)
+    return FollowingLoss(loss.model, loss.loss, loss.cfg, loss.moe, (reference,), self._params)
+
+  def _params(self, params: PyTree, extra: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
+    """The parameters of the reference, by those of the trained model and the step's inputs."""
+    if self._folder is None:
+      return (drop_modules(params, ADAPTER),)
+    return extra[REFERENCE]
 
   def build_eval_step(self, model: Decoder) -> EvalStep | None:
     if not self._spec.evaluates_pairs:
@@ -133,27 +139,3 @@ def _require_adapters_only(objective: ObjectiveSpec, labels: Labels) -> None:
         f"phase {objective.name}: loss={objective.loss} would change its own reference by training "
         f'{path}: write train: [".*lora_.*"], or reference_path=FOLDER of what training starts from'
       )
-
-
-@dataclasses.dataclass(frozen=True)
-class ReferenceLoss(DecoderLoss):
-  """A loss that compares a decoder with a frozen reference."""
-
-  reference: Decoder
-
-  def hidden(
-    self,
-    params: PyTree,
-    batch: DeviceBatch,
-    key: jax.Array | None,
-    extra: Mapping[str, PyTree],
-  ) -> Hidden:
-    own = super().hidden(params, batch, key, extra)
-    if REFERENCE in extra:
-      (reference_params,) = extra[REFERENCE]
-    else:
-      reference_params = drop_modules(params, ADAPTER)
-    # The model's sharder, which may be that of the inside of a shard_map.
-    model = self.reference.clone(sharder=self.model.sharder)
-    result = run_forward(model, reference_params, batch, None, drafts=False)
-    return own.replace(teachers=(jax.lax.stop_gradient(result),))

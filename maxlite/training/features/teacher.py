@@ -4,7 +4,6 @@ The feature adds the parameters of the frozen models to the inputs of the step, 
 pass to the losses of the table TAUGHT_LOSSES.
 """
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -12,15 +11,14 @@ import jax.numpy as jnp
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import DeviceBatch
-from maxlite.models import Decoder
 from maxlite.registry import TAUGHT_LOSSES
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import Metrics
 from maxlite.training.cross_entropy import PredictionHead, Unembedding, teacher_sums
 from maxlite.training.feature import FeatureRequest
-from maxlite.training.features.frozen_models import FrozenModels
-from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine, run_forward
+from maxlite.training.features.frozen_models import FollowingLoss, FrozenModels
+from maxlite.training.loss import DecoderLoss, Hidden, Loss, Sums, combine
 from maxlite.training.model_folders import teacher_folders
 from maxlite.training.spec import ObjectiveSpec
 
@@ -34,7 +32,7 @@ class Teacher(FrozenModels):
     if objective.loss not in TAUGHT_LOSSES:
       return loss
     models = tuple(model.program.model for model in self.models)
-    return TaughtLoss(loss.model, loss.loss, loss.cfg, loss.moe, models)
+    return FollowingLoss(loss.model, loss.loss, loss.cfg, loss.moe, models, _params)
 
   def flops(self, objective: ObjectiveSpec, batch_shape: tuple[int, int]) -> float:
     if objective.loss not in TAUGHT_LOSSES:
@@ -42,33 +40,15 @@ class Teacher(FrozenModels):
     return self.forward_flops(batch_shape)
 
 
+def _params(params: PyTree, extra: Mapping[str, PyTree]) -> tuple[PyTree, ...]:
+  del params
+  return extra[TEACHER]
+
+
 def build_teacher(request: FeatureRequest) -> Teacher:
   """The teacher of a run with a loss that follows one; an entry of FEATURES."""
   assert request.command is not None, "a teacher is read by a command"
   return Teacher(TEACHER, request.command, request.sharder.mesh, teacher_folders)
-
-
-@dataclasses.dataclass(frozen=True)
-class TaughtLoss(DecoderLoss):
-  """A loss of a decoder that follows the predictions of frozen models."""
-
-  teachers: tuple[Decoder, ...]
-
-  def hidden(
-    self,
-    params: PyTree,
-    batch: DeviceBatch,
-    key: jax.Array | None,
-    extra: Mapping[str, PyTree],
-  ) -> Hidden:
-    own = super().hidden(params, batch, key, extra)
-    results = []
-    for teacher, teacher_params in zip(self.teachers, extra[TEACHER], strict=True):
-      # The student's sharder, which may be that of the inside of a shard_map.
-      model = teacher.clone(sharder=self.model.sharder)
-      result = run_forward(model, teacher_params, batch, None, drafts=False)
-      results.append(jax.lax.stop_gradient(result))
-    return own.replace(teachers=tuple(results))
 
 
 def distill(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder: Sharder) -> Sums:

@@ -112,7 +112,7 @@ def test_a_search_is_resumed_in_its_round_and_ends_in_one_leaderboard(root, caps
   first = SEARCH.replace("rounds: 2", "rounds: 1")
   code, _ = start(killed, text=first)
   assert code == 0
-  code, _ = start(killed, Output(at=3, number=signal.SIGTERM))
+  code, _ = start(killed, Output(at=1, number=signal.SIGTERM))
   assert code == 128 + signal.SIGTERM
   assert not (killed / "ens/leaderboard.md").exists()  # that of the first round
   code, _ = start(killed)
