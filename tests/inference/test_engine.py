@@ -83,7 +83,7 @@ def test_recorded_experts_are_those_of_one_forward_pass(greedy):
   batcher = Batcher(engine)
   requests = greedy_requests()
   stop = greedy.completions[0][5]  # the first completion ends by the client
-  batcher._steps_per_call = lambda: 4  # so that tokens after it are decoded too
+  batcher._steps_per_call = lambda: 3  # so that tokens after it are decoded too
   for _ in stream_completions(batcher, requests, Characters(), [chr(stop)]):
     pass
   model = Decoder(config_of(), sharder_of())
