@@ -23,9 +23,9 @@ class RolloutSet(NamedTuple):
     reward_NR: the value of each reward function, without its weight.
     advantage_N: the advantages.
     log_prob_BT: of the targets of the batch when they were written [nats].
-    expert_BTNK: the experts of its tokens when they were written, if the steps replay them.
     row: metrics of the set, for each step on it.
     seconds: times of the set, for the first step on it.
+    expert_BTNK: the experts of the batch's tokens when they were written, if the steps replay them.
   """
 
   num_generations: int
@@ -34,9 +34,9 @@ class RolloutSet(NamedTuple):
   reward_NR: np.ndarray
   advantage_N: np.ndarray
   log_prob_BT: np.ndarray
-  expert_BTNK: np.ndarray | None
   row: Row
   seconds: Row
+  expert_BTNK: np.ndarray | None = None
 
   def batch(
     self, sizes: RolloutSizes, shape: tuple[int, int], *, is_first: bool, masks_truncated: bool
