@@ -1,6 +1,7 @@
 """The router: logits, the experts of each token and their weights, and sums for the losses."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
+from maxlite.errors import UserError
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.moe import routes
 from maxlite.layers.moe.expert_choice import is_chosen
@@ -73,6 +75,11 @@ class Router(nn.Module):
     choose_experts = ROUTERS[cfg.router]
     given_BTK = routes.given(self)
     if given_BTK is not None:  # without, a router of a plugin needs no such parameter
+      if "given_BTK" not in inspect.signature(choose_experts).parameters:
+        raise UserError(
+          f"router={cfg.router} cannot replay experts: give its function a parameter "
+          "given_BTK=None as docs/examples/plugin.py does, or write rollout_routes=live"
+        )
       choose_experts = functools.partial(choose_experts, given_BTK=given_BTK)
     probability_BTE, expert_BTK, weight_BTK = choose_experts(logits_BTE, bias_E, cfg)
     routes.record(self, expert_BTK)

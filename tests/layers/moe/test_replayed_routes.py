@@ -16,9 +16,11 @@ from support.slow_cases import slow
 from maxlite.config.layer_specs import MoeSpec
 from maxlite.config.model_families import MoeForm
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
+from maxlite.errors import UserError
 from maxlite.layers.moe import routes
+from maxlite.layers.moe.expert_choice import topk_softmax
 from maxlite.layers.moe.moe_block import MoeBlock
-from maxlite.registry import GROUP_ROUTERS, ROUTERS
+from maxlite.registry import GROUP_ROUTERS, PLAIN_ROUTERS, ROUTERS
 
 DIM, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 8, 4, 8, 3
 SEGMENT_BT = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0], [0] * 6, [1] * 6], np.int32)
@@ -147,6 +149,18 @@ def test_given_experts_are_as_in_the_reference_and_recorded_ones_as_live(case, b
   jax.tree.map(
     lambda got, want: np.testing.assert_allclose(got, want, atol=1e-11), gradients, want_gradients
   )
+
+
+def test_a_router_that_cannot_replay_is_one_line(build_sharder, monkeypatch):
+  def old_router(logits_BTE, bias_E, cfg):
+    return topk_softmax(logits_BTE, bias_E, cfg)
+
+  monkeypatch.setitem(PLAIN_ROUTERS, "old", old_router)
+  block = block_of(("old", "dense", "one device"), build_sharder({}))
+  variables = {"params": PARAMS, routes.COLLECTION: collection(OTHERS_BTK)}
+  error = pytest.raises(UserError, match="router=old cannot replay experts: give its function a")
+  with jax.enable_x64(True), error:
+    jax.eval_shape(block.apply, variables, X_BTD, SEGMENT_BT)
 
 
 @pytest.mark.parametrize("router", ["sigmoid_group_topk", *map(slow, ROUTERS)])
