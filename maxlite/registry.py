@@ -545,6 +545,14 @@ FEATURES = Registry(
     "maxlite.training.features.overflow_replay:build_overflow_replay",
     is_used=lambda spec: spec.model.family.is_moe and spec.model.moe.replays_overflow,
   ),
+  deterministic_reductions=FeatureEntry(
+    "maxlite.training.features.deterministic_reductions:DeterministicReductions",
+    is_used=lambda spec: spec.training.deterministic_reductions,
+  ),
+  step_audit=FeatureEntry(
+    "maxlite.training.features.step_audit:StepAudit",
+    is_used=lambda spec: spec.training.audit_period > 0,
+  ),
 )
 
 

@@ -91,7 +91,7 @@ def test_train_prints_progress_and_writes_the_run_folder(trained):
   assert re.search(r"^model: mixtral, [\d,]+ parameters, [\d,]+ active", out, re.MULTILINE)
   assert "  base_emb_dim=16 (default 256)\n" in out
   expected = {"config.yml", "metrics.jsonl", "curves.png", "checkpoints", "tensorboard"}
-  expected |= {"expert_load.jsonl", "expert_load.png", "run_id", ".lock"}
+  expected |= {"expert_load.jsonl", "expert_load.png", "run_id", "starts.jsonl", ".lock"}
   assert {path.name for path in folder.iterdir()} == expected
   for plot in folder.glob("*.png"):
     assert plot.stat().st_size > 10_000

@@ -6,17 +6,22 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from maxlite.auditing import static_checks
 from maxlite.auditing.compare import COLUMNS, TOLERANCE, Comparison, Difference, compare
+from maxlite.auditing.extra_programs import check_overflow, check_quantization, check_replicas
 from maxlite.auditing.measure import Measured, measure
+from maxlite.auditing.narrow_sums import narrow_sums
 from maxlite.auditing.shrink import shrink
+from maxlite.auditing.step_checks import broken_rules
 from maxlite.auditing.variants import NUM_DEVICES, Variant, variants_of
 from maxlite.config.schema import Config
 from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.writers import open_console
 from maxlite.sharding.mesh import MESH_AXES
+from maxlite.training.program import Program
 from maxlite.training.spec import StepSpec, spec_of
 
 _CONSOLE = open_console()
@@ -79,6 +84,7 @@ def audit_spec(
   num_meshes: int,
   seed: int = 0,
   variants: list[Variant] | None = None,
+  num_variants: int | None = None,
   is_quiet: bool = True,
 ) -> Audit:
   """Compare the step of a tiny model of the structure of `spec` over meshes and paths.
@@ -87,6 +93,7 @@ def audit_spec(
     num_meshes: the number of meshes of several axes; -1: all of eight devices.
     seed: selects which, and what else varies on them.
     variants: instead of those; for tests.
+    num_variants: only so many of them, selected by the seed; None: all.
 
   Raises:
     UserError: the tiny model cannot be built on one device.
@@ -99,35 +106,60 @@ def audit_spec(
   tiny, notes = shrink(spec)
   _say(f"{tiny.model.decoder_block}, {_objectives(tiny)}: the reference on one device", is_quiet)
   reference = measure(tiny, Variant())
-  is_random = static_checks.draws_random_numbers(reference)
+  # Random routing gives a token the experts of its place in the batch.
+  is_random = static_checks.draws_random_numbers(reference) or tiny.model.moe.use_random_routing
   if is_random:
     notes.append(
-      "the step draws random numbers, so other micro-batches and orders of rows are not compared"
+      "the step draws random numbers by the place in the batch, so other micro-batches and orders "
+      "of rows are not compared"
     )
   if variants is None:
     variants = variants_of(tiny, spec.mesh, num_meshes, seed, is_random=is_random)
+  if num_variants is not None:
+    order = np.random.default_rng(seed).permutation(len(variants))
+    variants = [variants[i] for i in order[:num_variants]]
   outcomes = []
+  misplaced: dict[str, None] = {}  # in order, without repetitions
   for number, variant in enumerate(variants, start=1):
     _say(f"{number}/{len(variants)} {variant}", is_quiet)
-    outcomes.append(_try(tiny, variant, reference, is_quiet))
+    outcome, program = _try(tiny, variant, reference, is_quiet)
+    outcomes.append(outcome)
+    if program is not None:
+      misplaced |= dict.fromkeys(static_checks.misplaced_states(program))
+  unreached = static_checks.without_gradient(reference)
+  mistakes = [
+    *static_checks.mistakes(tiny, reference, unreached),
+    *broken_rules(tiny, reference, unreached, is_random=is_random),
+    *misplaced,
+  ]
+  if spec.model.quantization:
+    mistakes += check_quantization(tiny, spec.model.quantization, reference)
+  if spec.model.family.is_moe and spec.model.moe.ragged_buffer_factor > 0:
+    mistakes += check_overflow(tiny, spec.model.moe.ragged_overflow, reference)
+  if spec.local_updates.diloco_sync_period and not is_random:
+    mistakes += check_replicas(tiny, spec.local_updates, reference)
+  in_narrow_types, remarks = narrow_sums(tiny, spec.model)
+  mistakes += in_narrow_types
   return Audit(
     outcomes=outcomes,
-    mistakes=static_checks.mistakes(tiny, reference),
-    remarks=static_checks.remarks(tiny, reference),
+    mistakes=mistakes,
+    remarks=static_checks.remarks(tiny, reference) + remarks,
     notes=notes,
   )
 
 
-def _try(spec: StepSpec, variant: Variant, reference: Measured, is_quiet: bool) -> Outcome:
+def _try(
+  spec: StepSpec, variant: Variant, reference: Measured, is_quiet: bool
+) -> tuple[Outcome, Program | None]:
   start = time.perf_counter()
   try:
-    measured = measure(spec, variant)
+    measured = measure(spec, variant, reference.start)
   except UserError as error:
-    return Outcome(variant, time.perf_counter() - start, reason=str(error))
+    return Outcome(variant, time.perf_counter() - start, reason=str(error)), None
   comparison = compare(variant, measured.results, reference.results)
   for difference in comparison.differences[:1]:
     _say(f"  DIFFERS: {difference}", is_quiet)
-  return Outcome(variant, measured.seconds, comparison)
+  return Outcome(variant, measured.seconds, comparison), measured.steps.program
 
 
 def _say(line: str, is_quiet: bool) -> None:
@@ -142,9 +174,9 @@ def _objectives(spec: StepSpec) -> str:
 def _table(audit: Audit) -> Table:
   """A row per variant: the largest difference of every kind of result, relative to its array."""
   table = Table(box=None, pad_edge=False)
-  table.add_column("variant", no_wrap=True)
+  table.add_column("variant")
   for column in (*COLUMNS, "seconds"):
-    table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), 7))
   for row in audit.outcomes:
     if row.comparison is None:
       continue

@@ -1,10 +1,11 @@
 """Takes one step of every objective in one way, and returns all of its results on the host."""
 
 import dataclasses
+import functools
 import re
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,19 +17,28 @@ from flax.linen import meta
 from maxlite.auditing.shrink import LENGTH, ROWS, VOCAB
 from maxlite.auditing.variants import Variant
 from maxlite.config.layer_stacks import layer_stacks
-from maxlite.config.schema import ModelConfig
+from maxlite.config.schema import Config, LoraConfig, ModelConfig
 from maxlite.data.batch import Batch, HostBatch
-from maxlite.optim.labels import paths_in, split, state_names
-from maxlite.registry import PREFERENCE_LOSSES
+from maxlite.optim.labels import paths_in, split
+from maxlite.registry import PREFERENCE_LOSSES, ROLLOUT_LOSSES
+from maxlite.sharding import Sharder
+from maxlite.sharding.logical_axis_rules import LogicalNames
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import TrainState
+from maxlite.training.feature import Feature
+from maxlite.training.features.frozen_models import FrozenModel, FrozenModels
+from maxlite.training.features.reference import REFERENCE, Reference
+from maxlite.training.features.teacher import Teacher
+from maxlite.training.model_weights import ModelWeights
+from maxlite.training.policy_loss import ON_POLICY, PolicyBatch
 from maxlite.training.program import (
   Objective,
   Program,
+  abstract_state_of,
   build_objective_step,
   build_program,
   first_state,
-  join_inputs,
+  shardings_of,
 )
 from maxlite.training.spec import StepSpec
 
@@ -51,15 +61,6 @@ class StepResults:
     return self.metrics["total_loss"] if "total_loss" in self.metrics else self.metrics["loss"]
 
 
-class Measured(NamedTuple):
-  """A variant's results."""
-
-  results: dict[str, StepResults]  # by objective
-  seconds: float
-  jaxprs: dict[str, Any]  # by objective, what was traced
-  program: Program
-
-
 class Recorded(NamedTuple):
   """The state of an optimizer, with the gradients of its last update."""
 
@@ -67,29 +68,184 @@ class Recorded(NamedTuple):
   inner: optax.OptState
 
 
-def measure(spec: StepSpec, variant: Variant) -> Measured:
+class Steps:
+  """The steps of a tiny spec, one per objective; each is compiled on first use."""
+
+  def __init__(self, spec: StepSpec, num_devices: int):
+    """Raises UserError if the model does not fit this mesh, or its config this path."""
+    self.program = build_tiny_program(spec, jax.devices()[:num_devices])
+    # The logical axes of its parameters and, once it is traced, of its activations.
+    self.used_axes = {name for each in self.program.parameters for name in each.names if name}
+    if num_devices == 1:
+      plain = self.program.sharder
+      sharder = _RecordingSharder(plain.mesh, plain.overrides, self.used_axes)
+      model = self.program.model.clone(sharder=sharder)
+      self.program = dataclasses.replace(self.program, model=model)
+    self.jaxprs: dict[str, Any] = {}  # by objective, what was traced
+    self._compiled: dict[tuple[str, tuple[int, ...]], Callable[..., Any]] = {}
+
+  @property
+  def objectives(self) -> dict[str, Objective]:
+    return {each.name: each for each in self.program.objectives}
+
+  @functools.cached_property
+  def _axes(self) -> dict[str, tuple[str | None, ...]]:
+    names = self.program.names
+    return {
+      self.stacked_path(path): tuple(axes)
+      for path, axes in zip(paths_in(names), jax.tree.leaves(names), strict=True)
+    }
+
+  def axes(self, path: str) -> tuple[str | None, ...]:
+    """The logical axes of a parameter; `path` is that of stacked layers."""
+    return self._axes[path]
+
+  def stacked_path(self, path: str) -> str:
+    """The path of a parameter of one layer in a tree with stacked layers."""
+    if self.program.spec.model.scan_layers:
+      return path
+    return _layer_number(self.program.spec.model).sub(r"\1\2", path)
+
+  def start(self) -> TrainState:
+    """The state before the first step, of tiny_params."""
+    run = jax.jit(lambda params: first_state(self.program, params, 0))
+    return jax.device_get(run(tiny_params(self.program)))
+
+  def take(
+    self, name: str, state: TrainState, batch: HostBatch, extra: PyTree = None
+  ) -> tuple[TrainState, Arrays]:
+    """(state, metrics) on the host after a step of this objective.
+
+    Args:
+      extra: other inputs besides the batch than the program's own.
+    """
+    program = self.program
+    placed = jax.device_put(state, shardings_of(program.abstract_state))
+    inputs = program.with_extra_inputs(jax.device_put(batch, program.batch_sharding))
+    if extra is not None:
+      inputs = dataclasses.replace(inputs, extra=inputs.extra | extra)
+    key = name, batch.tokens_BT.shape
+    if key not in self._compiled:
+      step = build_objective_step(program, self.objectives[name])
+      traced = jax.jit(step, compiler_options=QUICK_COMPILE).trace(placed, inputs)
+      self.jaxprs[name] = traced.jaxpr
+      self._compiled[key] = traced.lower().compile()
+    new, metrics = jax.device_get(self._compiled[key](placed, inputs))
+    return new, _flat(dict(metrics))
+
+  def flat(self, state: TrainState) -> Arrays:
+    """The leaves of a state by path, with layers stacked."""
+    return _stacked(self.program.spec.model, _flat(state))
+
+  def unflat(self, arrays: Arrays) -> TrainState:
+    """The state of which `arrays` are the leaves by path, with layers stacked."""
+    like = self.program.abstract_state
+    pattern = _layer_number(self.program.spec.model)
+    leaves = []
+    for path in paths_in(like):
+      match = None if path in arrays else pattern.search(path)
+      if match is None:
+        leaves.append(arrays[path])
+      else:
+        leaves.append(arrays[pattern.sub(r"\1\2", path)][int(match[3])])
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+  def results(self, before: TrainState, after: TrainState, metrics: Arrays) -> StepResults:
+    """The results of a step between two states."""
+    model = self.program.spec.model
+
+    def is_recorded(node: object) -> bool:
+      return isinstance(node, Recorded)
+
+    gradients: Arrays = {}
+    for record in jax.tree.leaves(after.opt_state, is_leaf=is_recorded):
+      for path, leaf in _stacked(model, _flat(record.gradients)).items():
+        # An optimizer state that several objectives have is zero in all but this objective's.
+        gradients[path] = gradients.get(path, 0) + leaf
+    inner = jax.tree.map(lambda record: record.inner, after.opt_state, is_leaf=is_recorded)
+    rest = {"optimizer": inner, "ema": after.ema, "clock": after.clock}
+    rest |= {"skipped": after.skipped, "step": after.step}
+    update = jax.tree.map(np.subtract, after.params, before.params)
+    return StepResults(
+      gradients=gradients,
+      update=_stacked(model, _flat(update)),
+      state=_stacked(model, _flat(rest)),
+      metrics=metrics,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _RecordingSharder(Sharder):
+  """Records the logical axes for which it is asked."""
+
+  used_axes: set[str] = dataclasses.field(default_factory=set)
+
+  def constrain(self, x: jax.Array, names: LogicalNames) -> jax.Array:
+    self.used_axes.update(name for name in names if name)
+    return super().constrain(x, names)
+
+  def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+    self.used_axes.update([name] if name else [])
+    return super().mesh_axes(name)
+
+
+class Measured(NamedTuple):
+  """A variant's results."""
+
+  results: dict[str, StepResults]  # by objective
+  seconds: float
+  steps: Steps
+  start: Arrays  # the state before the step, by path
+  fresh: Arrays  # the state before the first step, which only the reference takes
+
+
+def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Measured:
   """Take one step of every objective of the tiny `spec` in the way of `variant`.
+
+  Args:
+    start: the state before it, by path, with layers stacked; None: the state after a first step
+      of every objective, so that no moment of the optimizer is zero.
 
   Raises:
     UserError: the model does not fit this mesh, or its config this path.
   """
-  start = time.perf_counter()
+  begin = time.perf_counter()
   results = {}
-  jaxprs = {}
   with jax.enable_x64(True):
-    devices = jax.devices()[: variant.num_devices]
-    program = _recording(build_program(variant.spec_of(spec), devices))
-    params = tiny_params(program)
-    for objective in program.objectives:
-      batch = tiny_batch(has_pairs=objective.spec.loss in PREFERENCE_LOSSES, rows=variant.rows)
-      results[objective.name], jaxprs[objective.name] = _take_step(
-        program, objective, params, batch
-      )
-  return Measured(results, time.perf_counter() - start, jaxprs, program)
+    steps = Steps(variant.spec_of(spec), variant.num_devices)
+    fresh: Arrays = {}
+    if start is None:
+      first = steps.start()
+      fresh = steps.flat(first)
+      start = steps.flat(_after_a_step(steps, first))
+    state = steps.unflat(start)
+    for name, objective in steps.objectives.items():
+      batch = tiny_batch(objective.spec.loss, rows=variant.rows)
+      after, metrics = steps.take(name, state, batch)
+      results[name] = steps.results(state, after, metrics)
+  return Measured(results, time.perf_counter() - begin, steps, start, fresh)
 
 
-def _recording(program: Program) -> Program:
-  """The program with optimizers whose states have the gradients of the step."""
+def _after_a_step(steps: Steps, state: TrainState) -> TrainState:
+  """The state after a step of every objective on other rows."""
+  for name, objective in steps.objectives.items():
+    batch = tiny_batch(objective.spec.loss, seed=1)
+    state, _ = steps.take(name, state, batch)
+
+  def clear(node: PyTree) -> PyTree:
+    if isinstance(node, Recorded):
+      return Recorded(jax.tree.map(np.zeros_like, node.gradients), node.inner)
+    return node
+
+  cleared = jax.tree.map(clear, state.opt_state, is_leaf=lambda node: isinstance(node, Recorded))
+  # A small learning rate would leave averages and parameters nearly the same.
+  apart = jax.tree.map(lambda mean: 1.1 * mean + 0.01, state.ema)
+  return state.replace(opt_state=cleared, ema=apart)
+
+
+def build_tiny_program(spec: StepSpec, devices: Sequence[jax.Device]) -> Program:
+  """The program, with optimizers whose states have the gradients of the step."""
+  program = build_program(spec, devices, Config())
 
   def record(objective: Objective) -> Objective:
     tx = objective.tx
@@ -106,51 +262,42 @@ def _recording(program: Program) -> Program:
 
     return dataclasses.replace(objective, tx=optax.GradientTransformation(init, update))
 
-  return dataclasses.replace(program, objectives=tuple(map(record, program.objectives)))
-
-
-def _take_step(
-  program: Program, objective: Objective, params: PyTree, batch: HostBatch
-) -> tuple[StepResults, Any]:
-  """(results, the traced step)."""
-  sharder = program.sharder
-  step = build_objective_step(program, objective)
-
-  def run(params: PyTree, batch: Batch) -> tuple[TrainState, PyTree]:
-    state = first_state(program, params, 0)
-    names = state_names(state.opt_state, params, program.names)
-    shardings = jax.tree.map(lambda axes: sharder.sharding(tuple(axes)), names)
-    state = state.replace(opt_state=jax.lax.with_sharding_constraint(state.opt_state, shardings))
-    return step(state, join_inputs(batch, {}))
-
-  param_shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.params)
-  jitted = jax.jit(run, compiler_options=QUICK_COMPILE)
-  placed = jax.device_put(params, param_shardings)
-  rows = jax.device_put(batch, program.batch_sharding)
-  traced = jitted.trace(placed, rows)
-  state, metrics = jax.device_get(traced.lower().compile()(placed, rows))
-
-  model = program.spec.model
-
-  def is_recorded(node: object) -> bool:
-    return isinstance(node, Recorded)
-
-  gradients: Arrays = {}
-  for record in jax.tree.leaves(state.opt_state, is_leaf=is_recorded):
-    for path, leaf in _stacked(model, _flat(record.gradients)).items():
-      # An optimizer state that several objectives have is zero in all but this objective's.
-      gradients[path] = gradients.get(path, 0) + leaf
-  inner = jax.tree.map(lambda record: record.inner, state.opt_state, is_leaf=is_recorded)
-  update = jax.tree.map(np.subtract, state.params, params)
-  rest = {"optimizer": inner, "ema": state.ema, "clock": state.clock}
-  rest |= {"skipped": state.skipped, "step": state.step}
-  results = StepResults(
-    gradients=gradients,
-    update=_stacked(model, _flat(update)),
-    state=_stacked(model, _flat(rest)),
-    metrics=_flat(dict(metrics)),
+  params = program.abstract_state.params
+  program = dataclasses.replace(
+    program,
+    objectives=tuple(map(record, program.objectives)),
+    features=tuple(_with_tiny_models(feature, spec, devices) for feature in program.features),
   )
-  return results, traced.jaxpr
+  return dataclasses.replace(program, abstract_state=abstract_state_of(program, params))
+
+
+def _with_tiny_models(feature: Feature, spec: StepSpec, devices: Sequence[jax.Device]) -> Feature:
+  """A feature with random models instead of those in folders."""
+  is_reference = isinstance(feature, Reference) and bool(spec.training.reference_path)
+  if not is_reference and not isinstance(feature, Teacher):
+    return feature
+  plain = dataclasses.replace(spec.objectives[0], name="train", loss="next_token", train=None)
+  model = dataclasses.replace(spec.model, lora=LoraConfig(), mtp_num_layers=0, num_draft_heads=0)
+  frozen = dataclasses.replace(spec, model=model, objectives=(plain,), phases=None)
+  program = build_program(frozen, devices)
+  models = [FrozenModel(_RandomWeights(seed), program, program) for seed in (1, 2)]
+  if isinstance(feature, Teacher):
+    feature.models = models  # two, whose predictions are averaged
+    return feature
+  folder = FrozenModels(REFERENCE, Config(), program.mesh, lambda _: ())
+  folder.models = models[:1]
+  return Reference(spec, folder)
+
+
+class _RandomWeights(ModelWeights):
+  """Random parameters of a model."""
+
+  def __init__(self, seed: int):
+    self._seed = seed
+
+  def read(self, program: Program) -> PyTree:
+    shardings = shardings_of(program.abstract_state.params)
+    return jax.device_put(tiny_params(program, self._seed), shardings)
 
 
 def _flat(tree: PyTree) -> Arrays:
@@ -182,7 +329,7 @@ def _stacked(model: ModelConfig, arrays: Arrays) -> Arrays:
   return flat
 
 
-def tiny_params(program: Program) -> PyTree:
+def tiny_params(program: Program, seed: int = 0) -> PyTree:
   """Random parameters, functions of path and layer alone: no gradient is zero by their symmetry."""
   model = program.spec.model
   pattern = _layer_number(model)
@@ -199,23 +346,29 @@ def tiny_params(program: Program) -> PyTree:
     if axis is not None:
       numbers = list(range(shape[axis]))
       shape = (*shape[:axis], *shape[axis + 1 :])
-    layers = [_draw(stacked_path, number, shape, centre) for number in numbers]
+    layers = [_draw(stacked_path, [number, seed], shape, centre) for number in numbers]
     leaves.append(layers[0] if axis is None else np.stack(layers, axis))
   return meta.unbox(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
-def _draw(path: str, number: int, shape: tuple[int, ...], centre: float) -> np.ndarray:
-  noise = np.random.default_rng([zlib.crc32(path.encode()), number]).normal(size=shape)
+def _draw(path: str, seeds: list[int], shape: tuple[int, ...], centre: float) -> np.ndarray:
+  noise = np.random.default_rng([zlib.crc32(path.encode()), *seeds]).normal(size=shape)
   if "scale" in path:
     return centre + noise / 4
   return noise / 3
 
 
-def tiny_batch(*, has_pairs: bool, rows: str) -> HostBatch:
-  """Rows of several documents and unequal length, some of padding only, with random weights."""
-  draw = np.random.default_rng(0)
+def tiny_batch(loss: str, *, rows: str = "", seed: int = 0) -> HostBatch:
+  """Rows of several documents and unequal length, some of padding only, with random weights.
+
+  Args:
+    loss: a name in the table LOSSES, which may need pairs or weights of 0 and 1.
+  """
+  draw = np.random.default_rng(seed)
+  has_pairs = loss in PREFERENCE_LOSSES
   tokens_BT = draw.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
-  segment_BT = np.sort(draw.integers(1, 4, (ROWS, LENGTH)), axis=1).astype(np.int32)
+  is_start_BT = np.diff(np.sort(draw.integers(1, 4, (ROWS, LENGTH))), prepend=0) > 0
+  segment_BT = np.cumsum(is_start_BT, axis=1, dtype=np.int32)  # without gaps in the numbers
   length_B = draw.integers(LENGTH // 2, LENGTH + 1, ROWS)
   length_B[[2, 7, 8, 9]] = 0
   if has_pairs:  # segments 1 and 2 of a row
@@ -223,10 +376,19 @@ def tiny_batch(*, has_pairs: bool, rows: str) -> HostBatch:
     segment_BT[:, LENGTH // 4 :] = 2
   segment_BT *= np.arange(LENGTH) < length_B[:, None]
   batch = Batch.of(tokens_BT, segment_BT)
-  weight_BT = batch.weight_BT
-  if not has_pairs:
+  # Some are zero, as those of prompts.
+  weight_BT = batch.weight_BT * (draw.random((ROWS, LENGTH)) > 0.2)
+  if not has_pairs and loss not in ROLLOUT_LOSSES:
     weight_BT = weight_BT * draw.uniform(0.2, 2, (ROWS, LENGTH))
   batch = batch.replace(weight_BT=weight_BT.astype(np.float64))
+  if loss in ROLLOUT_LOSSES:
+    behaviour_BT = draw.uniform(-6, -1, (ROWS, LENGTH))
+    behaviour_BT[draw.random((ROWS, LENGTH)) < 0.3] = ON_POLICY
+    batch = PolicyBatch(
+      **vars(batch),
+      advantage_BT=draw.normal(size=(ROWS, LENGTH)),
+      behaviour_BT=behaviour_BT,
+    )
   return ROW_CHANGES[rows](batch)
 
 
@@ -247,7 +409,7 @@ def _unpack(batch: HostBatch) -> HostBatch:
         for field in dataclasses.fields(batch)
         if getattr(batch, field.name) is not None
       }
-      rows.append(Batch(**document))
+      rows.append(type(batch)(**document))
   unpacked = jax.tree.map(lambda *x_T: np.stack(x_T), *rows)
   return unpacked.replace(segment_BT=np.minimum(unpacked.segment_BT, 1))
 

@@ -20,7 +20,7 @@ from maxlite.config.schema import (
   RopeConfig,
   TrainingConfig,
 )
-from maxlite.registry import PREFERENCE_LOSSES, TAUGHT_LOSSES
+from maxlite.registry import TAUGHT_LOSSES, has_reference
 from maxlite.training.spec import StepSpec
 
 ROWS = 24  # divide by all meshes of eight devices, and by three micro-batches
@@ -30,6 +30,7 @@ WIDTH = 16
 # Adam divides by |gradient| + eps: with a smaller one, the rounding of a gradient that is nearly
 # zero would be a large difference of the update.
 ADAM_EPS = 1e-3
+SCHEDULE_STEPS = 20  # short, so that the second step has no tiny learning rate of a warm-up
 
 
 class Shrunk(NamedTuple):
@@ -45,30 +46,29 @@ def shrink(spec: StepSpec) -> Shrunk:
   model = spec.model
   moe = model.moe
   if model.quantization:
-    notes.append(f"quantization={model.quantization}: rounding is not continuous; audited without")
+    notes.append(
+      f"quantization={model.quantization}: rounding is not continuous, so that only gradients on "
+      "one device are compared with those of the model without it"
+    )
   if model.family.is_moe and moe.drops_overflow:
     notes.append("ragged_overflow=drop: what is dropped depends on the mesh; nothing is here")
-  if model.family.is_moe and moe.use_random_routing:
-    notes.append("use_random_routing: audited with the router")
   if spec.local_updates.diloco_sync_period:
-    notes.append("diloco_sync_period: replicas train on other rows; audited without")
-  if spec.mesh.optimizer_memory_host_offload:
-    notes.append("optimizer_memory_host_offload: audited without")
+    notes.append(
+      "diloco_sync_period: replicas train on other rows; only their outer step is audited"
+    )
+  if spec.training.deterministic_reductions:
+    notes.append("deterministic_reductions: audited without")
 
   data = dataclasses.replace(DataConfig(), max_target_length=LENGTH, global_batch_size=ROWS)
   objectives = []
   for objective in spec.objectives:
-    loss = objective.loss
-    if loss in TAUGHT_LOSSES:
-      notes.append(f"loss {loss} of {objective.name}: audited as next_token, without its teacher")
-      loss = "next_token"
-    if loss in PREFERENCE_LOSSES and spec.training.reference_path and objective.train is not None:
-      notes.append(f"loss {loss} of {objective.name}: audited as next_token, without its reference")
-      loss = "next_token"
+    if objective.loss in TAUGHT_LOSSES:
+      notes.append(f"loss {objective.loss} of {objective.name}: with two random teachers")
+    if has_reference(objective.loss, spec.training.grpo_beta) and spec.training.reference_path:
+      notes.append(f"loss {objective.loss} of {objective.name}: with a random reference")
     objectives.append(
       dataclasses.replace(
         objective,
-        loss=loss,
         optimizer=_optimizer(objective.optimizer),
         batches=data,
         gradient_accumulation_steps=1,
@@ -76,9 +76,7 @@ def shrink(spec: StepSpec) -> Shrunk:
     )
   shrunk = dataclasses.replace(
     spec,
-    mesh=dataclasses.replace(
-      spec.mesh, sharding_tolerance=1.0, optimizer_memory_host_offload=False
-    ),
+    mesh=dataclasses.replace(spec.mesh, sharding_tolerance=1.0),
     model=shrink_model(model),
     training=_training(spec.training),
     batches=data,
@@ -203,7 +201,6 @@ def _moe(moe: MoeConfig) -> MoeConfig:
     shared_experts=min(moe.shared_experts, 2),
     n_routing_groups=num_groups,
     topk_routing_group=num_chosen_groups,
-    use_random_routing=False,
     ragged_buffer_factor=-1.0,
     grouped_matmul="auto",
   )
@@ -260,15 +257,19 @@ def _cycle(cycle: CycleConfig, interval: int, head_dim: int) -> CycleConfig:
 
 
 def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
-  return dataclasses.replace(optimizer, adam_eps=max(optimizer.adam_eps, ADAM_EPS))
+  return dataclasses.replace(
+    optimizer,
+    adam_eps=max(optimizer.adam_eps, ADAM_EPS),
+    learning_rate_schedule_steps=SCHEDULE_STEPS,
+  )
 
 
 def _training(training: TrainingConfig) -> TrainingConfig:
   return dataclasses.replace(
     training,
-    loss_type="next_token" if training.loss_type in TAUGHT_LOSSES else training.loss_type,
-    teacher_path="",
-    reference_path="",
+    distill_top_k=min(training.distill_top_k, VOCAB // 2),
+    deterministic_reductions=False,
+    audit_period=0,
     logits_chunk_tokens=7,
     gradient_accumulation_steps=1,
   )

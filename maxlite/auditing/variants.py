@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from maxlite.registry import PREFERENCE_LOSSES
 from maxlite.training.spec import StepSpec
 
 NUM_DEVICES = 8
+CONTEXT_STRATEGIES = ("all_gather", "ring", "ulysses")
 # The axes that an audit varies. `ensemble` shards the members of an ensemble, not a step.
 AXES = tuple(axis for axis in MESH_AXES if axis != "ensemble")
 # By name, keys of the mixture of experts: how tokens reach their experts.
@@ -122,9 +123,12 @@ def variants_of(
   draw = np.random.default_rng(seed)
   choices = list(_choices(model, is_random=is_random))
   order = itertools.cycle(draw.permutation(len(choices)))
+  others = [name for name in CONTEXT_STRATEGIES if name != model.context_parallel_strategy]
+  strategies = itertools.cycle(others)  # the config's is on the mesh of this axis alone
   for degrees in _meshes(user_mesh, used, num_meshes, draw):
+    context = next(strategies) if degrees[AXES.index("context")] > 1 else ""
     path = choices[next(order)]
-    variants.append(dataclasses.replace(path, degrees=degrees, context=_strategy(degrees, draw)))
+    variants.append(dataclasses.replace(path, degrees=degrees, context=context))
   return variants
 
 
@@ -175,7 +179,10 @@ def _choices(model: ModelConfig, *, is_random: bool) -> Iterator[Variant]:
 def _meshes(
   user_mesh: MeshConfig, used: list[str], number: int, draw: np.random.Generator
 ) -> list[tuple[int, ...]]:
-  """Meshes of eight devices: first one of the user's axes, then random ones."""
+  """Meshes of eight devices: first one of the user's axes, then random ones.
+
+  The first of these have every pair of axes: some sums are only wrong over two at a time.
+  """
   meshes = []
   for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
     is_used = all(n == 1 or axis in used for axis, n in zip(AXES, degrees, strict=True))
@@ -193,18 +200,25 @@ def _meshes(
     nearest = min(shuffled, key=distance)
     shuffled.remove(nearest)
     shuffled.insert(0, nearest)
-  if number >= 0:
-    return shuffled[:number]
-  return shuffled
+  ordered = shuffled[: bool(own)]
+  missing = set(itertools.combinations(used, 2)) - _pairs(ordered)
+  while missing:
+    best = max(shuffled, key=lambda degrees: len(_pairs([degrees]) & missing))
+    ordered.append(best)
+    missing -= _pairs([best])
+  ordered += [degrees for degrees in shuffled if degrees not in ordered]
+  return ordered if number < 0 else ordered[:number]
+
+
+def _pairs(meshes: Sequence[tuple[int, ...]]) -> set[tuple[str, str]]:
+  """The pairs of axes that one of the meshes has."""
+  pairs: set[tuple[str, str]] = set()
+  for degrees in meshes:
+    sharded = [axis for axis, n in zip(AXES, degrees, strict=True) if n > 1]
+    pairs |= set(itertools.combinations(sharded, 2))
+  return pairs
 
 
 def _total_degree(mesh: MeshConfig, axis: str) -> int:
   degrees = [getattr(mesh, f"{group}_{axis}_parallelism") for group in ("ici", "dcn")]
   return math.prod(2 if degree == -1 and axis == "fsdp" else max(degree, 1) for degree in degrees)
-
-
-def _strategy(degrees: tuple[int, ...], draw: np.random.Generator) -> str:
-  """A strategy of context parallelism, if positions are sharded."""
-  if degrees[AXES.index("context")] == 1:
-    return ""
-  return str(draw.choice(["all_gather", "ring", "ulysses"]))

@@ -57,6 +57,7 @@ class RunFolder:
     self.model = self.directory / MODEL_FILE  # only in an imported run: the keys of its model
     self.tokenizer = self.directory / tokenizer_files.FOLDER  # if data have one
     self.source = self.directory / "source.json"  # only in an imported run; see conversion.py
+    self.starts = self.directory / "starts.jsonl"  # versions and devices of every start
     self.metrics = self.directory / "metrics.jsonl"
     self.eval_documents = self.directory / "eval_documents.jsonl"
     self.curves = self.directory / "curves.png"
@@ -148,6 +149,7 @@ class RunFolder:
     files = (
       self.config,
       self.model,
+      self.starts,
       self.metrics,
       self.eval_documents,
       self.expert_load,

@@ -163,6 +163,14 @@ _CONDITIONS = (
   _Condition(
     ["lora_alpha", "lora_experts"], lambda cfg: cfg.model.lora.lora_rank > 0, "write lora_rank=8"
   ),
+  _Condition(
+    ["audit_meshes", "audit_seed"],
+    lambda cfg: cfg.audit.audit_devices == "simulated",
+    "write audit_devices=simulated",
+  ),
+  _Condition(
+    ["audit_action"], lambda cfg: cfg.training.audit_period > 0, "write audit_period=1000"
+  ),
   _Condition(["phase_strategy"], lambda cfg: bool(cfg.phasing.phases), "write phases"),
   _Condition(
     ["draft_loss_weight"], _trains_drafts, "write a phase with loss: next_token_and_draft"

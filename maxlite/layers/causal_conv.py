@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from maxlite.kernels.numerics import accumulator_dtype
+
 
 def causal_conv(
   x_BTC: jax.Array,
@@ -25,13 +27,16 @@ def causal_conv(
   inputs_BSC = jnp.concatenate([history_BPC.astype(x_BTC.dtype), x_BTC], axis=1)
   document_BS = _documents(is_start_BT, num_before)
   document_BT = document_BS[:, num_before:]
-  taps_WC = w_WC.astype(x_BTC.dtype)
+  # In float32, so that the gradients of the taps are summed in it; rounded products are the same.
+  wide = accumulator_dtype(x_BTC.dtype)
+  taps_WC = w_WC.astype(x_BTC.dtype).astype(wide)
   y_BTC = jnp.zeros_like(x_BTC)
   for tap in range(num_taps):
     span = slice(tap, tap + num_positions)
     is_same_BT = document_BS[:, span] == document_BT
     masked_BTC = jnp.where(_expand(is_same_BT, x_BTC.ndim), inputs_BSC[:, span], 0)
-    y_BTC = y_BTC + taps_WC[tap][None, None] * masked_BTC
+    product_BTC = taps_WC[tap][None, None] * masked_BTC.astype(wide)
+    y_BTC = y_BTC + product_BTC.astype(x_BTC.dtype)
   return y_BTC
 
 

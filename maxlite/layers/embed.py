@@ -1,11 +1,14 @@
 """Token embedding and output projection."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import AxisType
 
 from maxlite.config.schema import ModelConfig
+from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.partitioned import partitioned
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import gather_weight, psum, pvary
@@ -33,7 +36,7 @@ class Embed(nn.Module):
       # All-gathered along D first: for a lookup in a sharded table, XLA fully rematerializes x_BTD.
       table_VD = self.embedding.astype(self.cfg.dtype)
       table_VD = self.sharder.constrain(table_VD, ("vocab", None))
-      x_BTD = jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
+      x_BTD = take_rows(table_VD.shape[0], table_VD, tokens_BT)
     if self.cfg.family.scaled_embedding:
       scale = jnp.asarray(self.cfg.base_emb_dim**0.5, x_BTD.dtype)
       x_BTD = x_BTD * scale
@@ -44,6 +47,36 @@ class Embed(nn.Module):
   def unembedding(self) -> jax.Array:
     """w_DV: the table as the projection to logits."""
     return self.embedding.T
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def take_rows(num_rows: int, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+  """x_BTD: rows of a table of `num_rows`, whose gradients are summed in float32 at least.
+
+  A sum in bfloat16, which JAX would take, no longer grows after 256 equal terms; a batch has a
+  frequent token far more often.
+  """
+  del num_rows
+  return jnp.take(table_VD, tokens_BT, axis=0, mode="clip")
+
+
+def _take_forward(
+  num_rows: int, table_VD: jax.Array, tokens_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  return take_rows(num_rows, table_VD, tokens_BT), tokens_BT
+
+
+def _take_backward(
+  num_rows: int, tokens_BT: jax.Array, dx_BTD: jax.Array
+) -> tuple[jax.Array, None]:
+  wide_BTD = dx_BTD.astype(accumulator_dtype(dx_BTD.dtype))
+  zeros_VD = jnp.zeros((num_rows, *dx_BTD.shape[tokens_BT.ndim :]), wide_BTD.dtype)
+  zeros_VD, tokens_BT, wide_BTD = pvary(zeros_VD, tokens_BT, wide_BTD)
+  sum_VD = zeros_VD.at[tokens_BT].add(wide_BTD, mode="clip")
+  return sum_VD.astype(dx_BTD.dtype), None
+
+
+take_rows.defvjp(_take_forward, _take_backward)
 
 
 def _look_up_on_shards(
@@ -60,7 +93,7 @@ def _look_up_on_shards(
     num_rows = table_vD.shape[0]
     row_bt = tokens_bt - num_rows * jax.lax.axis_index(vocab_axes)
     is_here_bt = (row_bt >= 0) & (row_bt < num_rows)
-    x_btD = jnp.take(table_vD, row_bt, axis=0, mode="clip")
+    x_btD = take_rows(num_rows, table_vD, row_bt)
     return psum(jnp.where(is_here_bt[..., None], x_btD, 0), vocab_axes)
 
   on_shards = jax.shard_map(

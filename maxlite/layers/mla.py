@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.layer_specs import LatentAttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
+from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers import cache
 from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
@@ -136,7 +137,9 @@ class LatentAttention(nn.Module):
     plain_BTHC, v_BTHC = jnp.split(kv_BTHC, [mla.qk_nope_head_dim], axis=-1)
     plain_BTHC = checkpoint_name(plain_BTHC, "key_proj")
     rotated_shape = (*plain_BTHC.shape[:3], mla.qk_rope_head_dim)
-    rotated_BTHR = jnp.broadcast_to(rotated_BT1R, rotated_shape)
+    # In float32, so that the gradients of all heads are summed in it.
+    wide_BT1R = rotated_BT1R.astype(accumulator_dtype(rotated_BT1R.dtype))
+    rotated_BTHR = jnp.broadcast_to(wide_BT1R, rotated_shape).astype(rotated_BT1R.dtype)
     k_BTHC = jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
     v_BTHC = checkpoint_name(v_BTHC, "value_proj")
     return k_BTHC, v_BTHC

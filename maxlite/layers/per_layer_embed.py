@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.embed import take_rows
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import ACTIVATIONS
 from maxlite.layers.norm import RMSNorm, build_norm
@@ -58,7 +59,7 @@ class PerLayerEmbed(nn.Module):
     # All-gathered along P first, for the same reason as in `Embed`.
     table_VNP = table.astype(self.cfg.dtype)
     table_VNP = self.sharder.constrain(table_VNP, ("vocab", "per_layer", None))
-    rows_BTNP = jnp.take(table_VNP, tokens_BT, axis=0, mode="clip")
+    rows_BTNP = take_rows(table_VNP.shape[0], table_VNP, tokens_BT)
     # Not yet sharded along P: `tensor` shards V here, and XLA would fully rematerialize the
     # gradient of the table to move it from P to V.
     rows_BTNP = self.sharder.constrain(rows_BTNP, (*ROWS, "per_layer", None))

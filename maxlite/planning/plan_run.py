@@ -57,6 +57,11 @@ def run_plan(cfg: Config, *, compiles: bool = True) -> int:
   With `compiles=False` the plan has estimates only.
   """
   with exit_on_user_error("maxlite.plan"):
+    if cfg.training.deterministic_reductions:
+      raise UserError(
+        "deterministic_reductions=true: the estimates are of sharded steps; write "
+        "deterministic_reductions=false"
+      )
     target = build_target(cfg, compiles=compiles)
     if target.missing:
       compiles = False

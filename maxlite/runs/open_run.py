@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import platform
 import textwrap
 from collections.abc import Container, Iterator, Sequence
+from importlib.metadata import version
 
 import jax
 from rich.console import Console
 
+from maxlite import __version__
 from maxlite.checkpoint.local_checkpoints import LocalCheckpoints
 from maxlite.checkpoint.manager import Checkpoints, Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
@@ -262,6 +265,29 @@ def save_config(cfg: Config, folder: RunFolder, changes: Changes | None) -> None
   barrier("the run is open")  # before the first file is written
   if jax.process_index() == 0:
     folder.save_config(cfg, changes)
+
+
+def save_start(
+  cfg: Config, program: Program, folder: RunFolder, changes: Changes | None, done: int
+) -> None:
+  """Save the config, and add to starts.jsonl the versions and devices that train from `done` on."""
+  save_config(cfg, folder, changes)
+  if jax.process_index() > 0:
+    return
+  packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+  mesh = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
+  start = JsonlWriter(folder.starts, resume_step=done - 1)
+  start.write(
+    {
+      "step": done,
+      "maxlite": __version__,
+      "python": platform.python_version(),
+      **packages,
+      "devices": f"{program.mesh.size} x {program.mesh.devices.flat[0].device_kind}",
+      "mesh": " ".join(f"{axis}={size}" for axis, size in mesh.items()),
+    }
+  )
+  start.close()
 
 
 def open_best_loss(

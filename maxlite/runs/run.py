@@ -28,7 +28,7 @@ from maxlite.runs.open_run import (
   open_run_data,
   open_writers,
   restore,
-  save_config,
+  save_start,
 )
 from maxlite.runs.run_report import PlotImport, finalize, log_header, report_finished
 from maxlite.runs.saved_run import run_folder
@@ -95,7 +95,7 @@ def _run(
     compilation = program.compile()
   for line in program.describe():
     console.print(line)
-  save_config(cfg, folder, changes)
+  save_start(cfg, program, folder, changes, done)
   timer.start("initializing the weights, while a thread compiles the step")
   state = first_state(cfg, program, restored, console)
   timer.start("opening metrics and callbacks")

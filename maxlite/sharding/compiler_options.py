@@ -28,6 +28,10 @@ PLATFORM_OPTIONS: dict[str, Options] = {
   },
 }
 
+# With deterministic_reductions. XLA removes common subexpressions before it partitions a program,
+# and only then: afterwards some simplifications, which round otherwise, apply on one device alone.
+DETERMINISTIC_OPTIONS = {"xla_disable_hlo_passes": "cse"}
+
 
 def compiler_options(device: jax.Device, platform: str, overrides: Mapping) -> Options:
   """The platform's options with `overrides`, without those that this compiler does not have.

@@ -97,14 +97,15 @@ class Sharder:
     is_lifted = kinds.get("ensemble") != AxisType.Manual
     return not (is_lifted and self.mesh.shape.get("ensemble", 1) > 1)
 
-  def inside_shard_map(self, mesh_axis: str) -> "Sharder":
-    """The sharder for code inside a shard_map over `mesh_axis`, which no rule uses any more."""
+  def inside_shard_map(self, *mesh_axes: str) -> "Sharder":
+    """The sharder for code inside a shard_map over `mesh_axes`, which no rule uses any more."""
     kinds = list(self.mesh.axis_types)
-    kinds[self.mesh.axis_names.index(mesh_axis)] = AxisType.Manual
+    for mesh_axis in mesh_axes:
+      kinds[self.mesh.axis_names.index(mesh_axis)] = AxisType.Manual
     mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=tuple(kinds))
     rules = {}
     for name in DEFAULT_RULES:
-      rules[name] = [axis for axis in self._rule(name) if axis != mesh_axis]
+      rules[name] = [axis for axis in self._rule(name) if axis not in mesh_axes]
     return Sharder(mesh, rules)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
@@ -152,4 +153,7 @@ class Sharder:
     """
     if x.ndim != len(names):
       raise UserError(f"{len(names)} logical names {tuple(names)} for an array of shape {x.shape}")
-    return jax.lax.with_sharding_constraint(x, self.sharding(names))
+    sharding = self.sharding(names)
+    if set(self.mesh.axis_types) == {AxisType.Manual}:
+      return x  # XLA would take the constraint of a shard for a barrier to some simplifications
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -7,16 +7,31 @@ from maxlite.errors import UserError
 from maxlite.sharding import Sharder
 
 
-def batch_shape(data: DataConfig, num_micro: int, sharder: Sharder) -> tuple[int, int]:
+def batch_shape(
+  data: DataConfig, num_micro: int, sharder: Sharder, *, deterministic: bool = False
+) -> tuple[int, int]:
   """(rows over all devices, positions) of a batch of `num_micro` micro-batches.
+
+  Args:
+    deterministic: whether every micro-batch is computed by one device.
 
   Raises:
     UserError: rows or positions do not divide by the mesh and the micro-batches.
   """
+  num_row_shards = sharder.num_shards("activation_batch")
+  if deterministic:
+    if num_micro % num_row_shards:
+      nearest = math.ceil(num_micro / num_row_shards) * num_row_shards
+      raise UserError(
+        f"gradient_accumulation_steps={num_micro} with deterministic_reductions=true: a device "
+        f"computes whole micro-batches, but {num_row_shards} devices share the rows; write "
+        f"gradient_accumulation_steps={nearest}"
+      )
+    num_row_shards = 1
   rows = global_batch_size(
     data,
     num_devices=sharder.mesh.size,
-    num_shards=sharder.num_shards("activation_batch"),
+    num_shards=num_row_shards,
     num_micro=num_micro,
   )
   num_shards = sharder.num_shards("activation_length")

@@ -20,6 +20,10 @@ from maxlite.training.callbacks import Callback
 from maxlite.training.step_log import Log, due
 
 
+class WrongStepError(Exception):
+  """A step whose results are wrong: training ends, and its state is not saved."""
+
+
 class LoopTrainer(Protocol):
   """A `Trainer`, or the members of an ensemble."""
 
@@ -37,6 +41,9 @@ class LoopTrainer(Protocol):
     """Take a step, which donates the state; return its metrics, which may still be computed.
 
     They are final after the next step, or after reading `state`.
+
+    Raises:
+      WrongStepError: the results are wrong.
     """
 
 
@@ -112,7 +119,10 @@ def train(
       context.profiler.before_step()
       with timer.during("data"):
         batch = trainer.next_batch(stream)
-      metrics = trainer.step(batch)
+      try:
+        metrics = trainer.step(batch)
+      except WrongStepError as fault:
+        return TrainResult(_settle(context), step, str(fault), exit_code=1, is_saved=False)
       timer.switch(STEP)  # the first call returns after compilation
       context.profiler.after_step(metrics)
       log.add(step, metrics)

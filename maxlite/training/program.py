@@ -117,7 +117,10 @@ def build_program(
   features = build_features(FeatureRequest(spec, sharder, params, labels, command))
 
   # The parameters' shardings.
-  shape = batch_shape(spec.batches, spec.training.gradient_accumulation_steps, sharder)
+  shape_of = functools.partial(
+    batch_shape, sharder=sharder, deterministic=spec.training.deterministic_reductions
+  )
+  shape = shape_of(spec.batches, spec.training.gradient_accumulation_steps)
   parameters = []
   leaves = zip(paths_in(params), jax.tree.leaves(params), jax.tree.leaves(names), strict=True)
   for path, leaf, leaf_names in leaves:
@@ -131,7 +134,7 @@ def build_program(
     own_shape = shape
     if spec.phases is not None:
       try:
-        own_shape = batch_shape(each.batches, each.gradient_accumulation_steps, sharder)
+        own_shape = shape_of(each.batches, each.gradient_accumulation_steps)
       except UserError as error:
         raise UserError(f"phase {each.name}: {error}") from None
     trained_names, _ = split(names, own_labels)
@@ -153,7 +156,7 @@ def build_program(
     batch_shape=shape,
     abstract_state=None,
   )
-  program = dataclasses.replace(program, abstract_state=_abstract_state(program, params))
+  program = dataclasses.replace(program, abstract_state=abstract_state_of(program, params))
   _check_topology(program)
   return program
 
@@ -382,8 +385,8 @@ def _plain_state(program: Program, params: PyTree, seed: ArrayLike) -> TrainStat
   )
 
 
-def _abstract_state(program: Program, params: PyTree) -> TrainState:
-  """The state as ShapeDtypeStructs with shardings."""
+def abstract_state_of(program: Program, params: PyTree) -> TrainState:
+  """The state of a program as ShapeDtypeStructs with shardings; `params` without them."""
 
   def shard(tree: PyTree) -> PyTree:
     names = state_names(tree, params, program.names)

@@ -21,6 +21,7 @@ from maxlite.config.schema import (
 )
 from maxlite.optim.schedules import with_schedule_steps
 from maxlite.registry import ROLLOUT_LOSSES
+from maxlite.sharding.compiler_options import DETERMINISTIC_OPTIONS
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 
 # Keys of the data that determine the shapes of batches.
@@ -139,7 +140,7 @@ def spec_of(cfg: Config) -> StepSpec:
     evaluates_pairs=has_pairs(cfg.data),
     phases=schedule,
     local_updates=cfg.local_updates,
-    compiler_options=cfg.run.compiler_options,
+    compiler_options=_compiler_options(cfg),
   )
 
 
@@ -153,6 +154,12 @@ def data_by_objective(cfg: Config) -> dict[str, DataConfig]:
 
 def _sizes_of(data: DataConfig) -> DataConfig:
   return dataclasses.replace(DataConfig(), **{key: getattr(data, key) for key in _SIZE_KEYS})
+
+
+def _compiler_options(cfg: Config) -> FrozenMapping:
+  if not cfg.training.deterministic_reductions:
+    return cfg.run.compiler_options
+  return FrozenMapping({**cfg.run.compiler_options, **DETERMINISTIC_OPTIONS}.items())
 
 
 def _mesh_of(cfg: Config) -> MeshConfig:

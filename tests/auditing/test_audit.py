@@ -5,23 +5,19 @@ The slow tests plant the bugs of tests/mutants/mutants.yml, and audit other fami
   tools/test.sh -m slow tests/auditing/test_audit.py
 """
 
-import ast
-import importlib
 import json
 import runpy
-import types
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-import yaml
 from support.slow_cases import slow
 
 from maxlite.auditing import audit_run
 from maxlite.auditing.audit_run import audit_spec, run_audit
 from maxlite.auditing.compare import explain
-from maxlite.auditing.shrink import shrink_model
+from maxlite.auditing.narrow_sums import narrow_sums
+from maxlite.auditing.shrink import shrink, shrink_model
 from maxlite.auditing.variants import AXES, Variant, variants_of
 from maxlite.config import load_config
 from maxlite.config.layer_stacks import layer_specs
@@ -99,6 +95,18 @@ def test_a_name_to_save_that_no_activation_has_is_named():
   (mistake,) = result.mistakes
   assert "moe_route" in mistake
   assert "query_proj" in mistake.partition("write some of")[2]
+
+
+# A preset of every family.
+FAMILIES = {config_of(f"model_name={preset}").model.decoder_block: preset for preset in PRESETS}
+
+
+@pytest.mark.parametrize(
+  "preset", [each if each == "qwen3-8b" else slow(each) for each in FAMILIES.values()]
+)
+def test_no_family_sums_in_16_bit_types(preset):
+  spec = spec_of(config_of(f"model_name={preset}", "dtype=bfloat16", "weight_dtype=bfloat16"))
+  assert narrow_sums(shrink(spec).spec, spec.model) == ([], [])
 
 
 def test_the_command_returns_one_and_writes_json(tmp_path, monkeypatch, capsys):
@@ -183,53 +191,49 @@ def test_no_false_alarm(name):
   assert_clean(audit(*CLEAN[name], variants=variants))
 
 
-# A bug of mutants.yml, a config that uses what it breaks, and where it is seen.
-MIXTURE = ("base_num_decoder_layers=1", "scan_layers=false")
-RING = "use_ring_of_experts=true"
-MUTANTS = {
-  "dispatch-gradient-not-reversed": (MIXTURE, on(expert=2)),
-  "expert-gradients-of-one-shard-only": (MIXTURE, on(fsdp=2)),
-  "expert-gradients-scaled-by-the-shards": (MIXTURE, on(fsdp=2)),
-  "router-gradient-lost-in-dispatch": (MIXTURE, on(expert=2)),
-  "balance-loss-of-micro-batches": (MIXTURE, on(3)),
-  "gradients-inflated-by-accumulation": (DENSE, on(3)),
-  "vocabulary-shards-never-meet": (DENSE, on(tensor=2)),
-  "slices-keep-their-own-gradients": (DENSE, on(2, data=2)),
-  "embeddings-of-other-shards-added": (DENSE, on(2, data=2, tensor=2)),
-  "gradient-norm-omits-experts": (("base_num_decoder_layers=1",), on(data=2)),
-  "gathered-keys-of-another-chunk": (DENSE, on(context=2)),
-}
+AUDIT_MUTANTS = runpy.run_path(str(ROOT / "tools/inspect/audit_mutants.py"))
+AUDIT_RANDOM = runpy.run_path(str(ROOT / "tools/inspect/audit_random.py"))
+BUGS = {each.name: each for each in AUDIT_MUTANTS["MUTANTS"]["read_mutants"]() if each.audit}
+QUICK_BUGS = ("vocabulary-shards-never-meet", "first-step-counted-twice")
 
 
-def plant(name, monkeypatch):
-  """Change the code of a function of the product as mutants.yml says, until the test ends."""
-  module = runpy.run_path(str(ROOT / "tools/inspect/mutants.py"))
-  entries = yaml.safe_load((ROOT / "tests/mutants/mutants.yml").read_text())
-  entry = next(each for each in entries if each["name"] == name)
-  mutant = module["Mutant"](**entry)
-  source = mutant.planted((ROOT / mutant.file).read_text())
-  code = compile(ast.parse(source), mutant.file, "exec")
-  target = importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
-  for part in mutant.at.partition("::")[2].split("."):
-    code = next(
-      each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part
-    )
-    target = getattr(target, part)
-    while hasattr(target, "__wrapped__"):
-      target = target.__wrapped__
-    if isinstance(target, types.FunctionType):
-      break  # functions inside of it are constants of its code
-  monkeypatch.setattr(target, "__code__", code)
+@pytest.mark.parametrize("name", [name if name in QUICK_BUGS else slow(name) for name in BUGS])
+def test_planted_bugs_are_found(name):
+  assert AUDIT_MUTANTS["findings"](BUGS[name])
 
 
-@pytest.mark.parametrize(
-  "name", [name if name == "vocabulary-shards-never-meet" else slow(name) for name in MUTANTS]
-)
-def test_planted_bugs_are_found(name, monkeypatch):
-  words, variant = MUTANTS[name]
-  plant(name, monkeypatch)
-  jax.clear_caches()
-  result = audit(*words, variants=[variant])
-  monkeypatch.undo()
-  jax.clear_caches()
-  assert result.differences, name
+@pytest.mark.slow
+def test_a_random_key_that_is_used_twice_is_found():
+  bug = AUDIT_MUTANTS["MUTANTS"]["Mutant"](
+    name="noise-of-one-key-twice",
+    bug="two noises of a router are drawn from one key",
+    at="maxlite/layers/moe/router.py::Router._jitter",
+    find='return jax.random.uniform(self.make_rng("jitter"),',
+    replace=(
+      'key = self.make_rng("jitter")\n'
+      "return jax.random.normal(key, dtype=x_BTD.dtype) * jax.random.uniform(key,"
+    ),
+    tests="",
+    audit="base_num_decoder_layers=1 scan_layers=false router_jitter=0.1",
+  )
+  assert any("one random key" in line for line in AUDIT_MUTANTS["findings"](bug))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", sorted({each.audit for each in BUGS.values()}))
+def test_without_the_bug_nothing_is_found(words):
+  assert AUDIT_MUTANTS["findings_of"](words) == []
+
+
+def test_most_bugs_of_a_step_are_planted():
+  assert len(BUGS) >= 50
+  for bug in BUGS.values():
+    AUDIT_MUTANTS["config_of"](bug.audit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1012))
+def test_random_configs_raise_no_alarm(seed):
+  spec = spec_of(load_config(AUDIT_RANDOM["random_config"](seed)))
+  result = audit_spec(spec, num_meshes=-1, seed=seed, num_variants=2)
+  assert result.is_clean, [*map(str, result.differences), *result.mistakes]

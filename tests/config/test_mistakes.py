@@ -23,6 +23,11 @@ from maxlite.config.yaml_files import CONFIGS
 from maxlite.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[2]
+DETERMINISTIC = (
+  "deterministic_reductions=true",
+  "gradient_accumulation_steps=8",
+  "global_batch_size=16",
+)
 GROUPED = "router=group_limited_greedy"
 # Arguments -> what the line must contain: the source, the key with its value, the fix.
 MISTAKES = (
@@ -54,6 +59,17 @@ MISTAKES = (
     ("scan_layers=1",): ("scan_layers=1", "true or false", "scan_layers=true"),
     ("dtype=float8",): ("dtype=float8", "float32, bfloat16", "float32?"),
     ("remat_saved_names=[query_prj]",): ("remat_saved_names=[query_prj]", "query_proj?"),
+    ("audit_period=10", "diloco_sync_period=4"): ("write audit_period=0, or diloco_sync_period=0",),
+    ("audit_period=10", *DETERMINISTIC): ("or deterministic_reductions=false",),
+    ("ragged_buffer_factor=1.5", "audit_period=10"): ("ragged_overflow=drop",),
+    (*DETERMINISTIC, "ici_tensor_parallelism=2"): ("write ici_tensor_parallelism=1",),
+    (*DETERMINISTIC, "diloco_sync_period=4"): ("write diloco_sync_period=0",),
+    (*DETERMINISTIC, "global_batch_size=0"): ("write global_batch_size=N",),
+    (*DETERMINISTIC, "gradient_accumulation_steps=1"): ("gradient_accumulation_steps=8",),
+    (*DETERMINISTIC, "compiler_options={xla_disable_hlo_passes: dce}"): (
+      "compiler_options={xla_disable_hlo_passes: dce} with deterministic_reductions=true",
+      "remove it from the options",
+    ),
     ("dataset_path=a,,b",): ("dataset_path=a,,b", "a list of text", "[a, b]"),
     ("logical_axis_rules=[embed]",): ("logical_axis_rules=[embed]", "[[embed, [fsdp]]]"),
     ("logical_axis_rules=[[embed, [fsdb]]]",): ("logical_axis_rules=", "fsdb", "fsdp?"),

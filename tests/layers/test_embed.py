@@ -27,6 +27,21 @@ def test_embeddings_have_the_activation_type(sharders, family, scale):
   np.testing.assert_array_equal(w_DV, table_VD.T)
 
 
+@pytest.mark.parametrize("mesh", ["one device", "data fsdp tensor"])
+def test_gradients_of_a_frequent_token_are_summed_in_float32(sharders, mesh):
+  embed = Embed(config_of(16, 8, dtype="bfloat16"), sharders[mesh])
+  tokens_BT = np.full((4, 512), 3, np.int32)
+  table_VD = jnp.ones((16, 8), jnp.float32)
+
+  def total(table_VD):
+    x_BTD = embed.apply({"params": {"embedding": table_VD}}, tokens_BT)
+    return jnp.sum(x_BTD.astype(jnp.float32))
+
+  gradient_VD = jax.jit(jax.grad(total))(table_VD)
+  np.testing.assert_array_equal(gradient_VD[3], 4 * 512)  # a power of two; 256 in bfloat16
+  np.testing.assert_array_equal(gradient_VD[4], 0)
+
+
 @pytest.mark.parametrize("mesh", ["data fsdp tensor", "context expert fsdp"])
 def test_a_lookup_and_its_gradient_are_not_rematerialized_on_a_mesh(sharders, mesh, capfd):
   """XLA prints "Involuntary full rematerialization" on stderr during compilation."""

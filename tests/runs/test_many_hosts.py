@@ -50,7 +50,15 @@ def test_two_hosts_equal_one_and_one_resumes_from_their_checkpoint(on_two_hosts,
 def test_only_process_0_writes_and_each_identifies_itself(on_two_hosts):
   folder, output = on_two_hosts
   names = {path.name for path in (folder / "run").iterdir()}
-  assert names == {".lock", "checkpoints", "config.yml", "curves.png", "metrics.jsonl", "run_id"}
+  assert names == {
+    ".lock",
+    "checkpoints",
+    "config.yml",
+    "curves.png",
+    "metrics.jsonl",
+    "run_id",
+    "starts.jsonl",
+  }
   assert [row["step"] for row in logged(folder)] == [1, 2, 3, 4]
   identity = r"^\[{0}\] process {0} of 2: 1 of 2 devices, on \S+ with process number \d+$"
   for rank in range(2):

@@ -33,6 +33,7 @@ PARTS = (
   ("exchange", 120),
   ("step dense", 100),
   ("step moe", 120),
+  ("audit moe base_num_decoder_layers=2", 150),
   ("grouped_matmul dense", 60),
   ("step dense attention=chunked", 100),
   ("step moe grouped_matmul=ragged_dot", 120),

@@ -19,6 +19,7 @@ from accelerator_kernels import attention, grouped_matmuls, grouped_mlps
 from accelerator_rows import add_row, first_line
 from step import SHAPE, random_batch, tokens_of
 
+from maxlite.auditing.device_audit import audit_on_devices, without_features
 from maxlite.config import Config, load_config
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
@@ -150,6 +151,28 @@ def step(small: bool, kind: str, *keys: str) -> None:
   )
 
 
+def audit(small: bool, kind: str, *keys: str) -> None:
+  """The gradients of a whole step on all devices, as maxlite.audit compares them."""
+  cfg = step_config(small, kind, keys)
+  spec, _ = without_features(spec_of(cfg))
+  for each in audit_on_devices(spec):
+    if each.not_possible:
+      continue
+    result = "agrees"
+    if each.problem:
+      result = f"DIFFERS: {each.problem}"
+    add_row(
+      "agreement",
+      f"whole step, {kind}",
+      each.variant,
+      cfg.model.dtype,
+      f"{each.loss:.1e}",
+      f"{each.gradients:.1e}",
+      f"{each.limit:.1e}",
+      result,
+    )
+
+
 def step_config(
   small: bool,
   kind: str,
@@ -186,6 +209,7 @@ PARTS = {
   "grouped_mlp": grouped_mlps,
   "exchange": exchange,
   "step": step,
+  "audit": audit,
 }
 
 if __name__ == "__main__":

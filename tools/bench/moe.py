@@ -40,7 +40,7 @@ from attention import draw, value_and_gradients
 from flax import linen as nn
 from flax.linen import meta
 from jax.sharding import NamedSharding, PartitionSpec
-from step import SHAPE, tokens_of, trainer_candidate
+from step import SHAPE, program_candidate, tokens_of
 
 from maxlite.config import load_config
 from maxlite.config.layer_specs import MlpSpec, MoeSpec
@@ -363,8 +363,8 @@ def step(timer: Timer, platform: str) -> None:
   moe_cfg = load_config([*keys, "decoder_block=mixtral"])
   dense_cfg = load_config([*keys, "decoder_block=llama"])
   runs: Runs = {
-    "dense": trainer_candidate("dense", dense_cfg).run,
-    "moe": trainer_candidate("moe", moe_cfg).run,
+    "dense": program_candidate("dense", dense_cfg).run,
+    "moe": program_candidate("moe", moe_cfg).run,
   }
   if platform == "cpu" and has_transformers():
     # On a busy machine, spinning threads make PyTorch 20 times slower.

@@ -47,6 +47,8 @@ class Mutant:
       method.
     find: Code, which matches however it is broken into lines.
     tests: Arguments of pytest.
+    audit: A config and, after `|`, the variant with which `maxlite.audit` finds it, for
+      tools/inspect/audit_mutants.py; empty if it does not concern a step.
   """
 
   name: str
@@ -55,6 +57,7 @@ class Mutant:
   find: str
   replace: str
   tests: str
+  audit: str = ""
 
   @property
   def file(self) -> str:

@@ -1,6 +1,6 @@
 """Rules on the optimizer, the parametrization, phases, replicas and teachers."""
 
-from maxlite.config.raw_values import Raw, show
+from maxlite.config.raw_values import FrozenMapping, Raw, show
 from maxlite.config.rules.violation import (
   ENSEMBLE_KEYS,
   Violation,
@@ -18,6 +18,7 @@ from maxlite.registry import (
   DRAFT_LOSSES,
   OPTIMIZERS,
   PREFERENCE_LOSSES,
+  ROLLOUT_LOSSES,
   SOURCES,
   TAUGHT_LOSSES,
   has_reference,
@@ -242,6 +243,78 @@ def teacher(cfg: Config) -> Violations:
     )
 
 
+def deterministic_reductions(cfg: Config) -> Violations:
+  """The rules of steps whose bits do not depend on the number of devices."""
+  key = "deterministic_reductions"
+  if not cfg.training.deterministic_reductions:
+    return
+  for name, degree in flatten(cfg.mesh).items():
+    may_shard = name.endswith(("_data_parallelism", "_fsdp_parallelism"))
+    if name.endswith("_parallelism") and degree != 1 and not may_shard:
+      yield Violation(
+        [name, key], f"sums over this axis have an order that depends on it; write {name}=1"
+      )
+  unsupported = [
+    *ENSEMBLE_KEYS,
+    "diloco_sync_period",
+    "logical_axis_rules",
+    "optimizer_memory_host_offload",
+  ]
+  for name in changed_keys(cfg, unsupported):
+    yield Violation(
+      [name, key],
+      f"the same bits are not proven with it; write {name}={show(DEFAULTS[name])} or {key}=false",
+    )
+  if any(loss in ROLLOUT_LOSSES for loss in losses(cfg)):
+    yield Violation(
+      [key, "loss_type"],
+      f"the bits of rollouts depend on the number of devices; write {key}=false",
+    )
+  if "xla_disable_hlo_passes" in cfg.run.compiler_options:
+    yield Violation(
+      ["compiler_options", key], "this key sets xla_disable_hlo_passes; remove it from the options"
+    )
+  for phase in cfg.phasing.phases or [FrozenMapping()]:
+    if phase.get("gradient_accumulation_steps", cfg.training.gradient_accumulation_steps) == 1:
+      yield Violation(
+        [key, "gradient_accumulation_steps"],
+        "a device computes whole micro-batches; write gradient_accumulation_steps=8, or another "
+        "number that the number of devices divides",
+      )
+    has_fixed_size = cfg.data.global_batch_size or cfg.data.batch_size_schedule
+    if not has_fixed_size or "per_device_batch_size" in phase:
+      yield Violation(
+        [key, "per_device_batch_size"],
+        "the batch would depend on the number of devices; write global_batch_size=N",
+      )
+
+
+def step_audit(cfg: Config) -> Violations:
+  """The rules on audits of steps."""
+  if not cfg.training.audit_period:
+    return
+  unsupported = [
+    *ENSEMBLE_KEYS,
+    "diloco_sync_period",
+    "deterministic_reductions",
+    "optimizer_memory_host_offload",
+  ]
+  for key in changed_keys(cfg, unsupported):
+    yield Violation(
+      [key, "audit_period"],
+      f"such steps are not audited; write audit_period=0, or {key}={show(DEFAULTS[key])}",
+    )
+  if cfg.model.family.is_moe and cfg.model.moe.replays_overflow:
+    yield Violation(
+      ["ragged_buffer_factor", "audit_period"],
+      "steps that are replayed are not audited; write audit_period=0, or ragged_overflow=drop",
+    )
+  if any(loss in ROLLOUT_LOSSES for loss in losses(cfg)):
+    yield Violation(
+      ["audit_period", "loss_type"], "steps on rollouts are not audited; write audit_period=0"
+    )
+
+
 def losses(cfg: Config) -> list[Raw]:
   """The raw losses of all phases; in a run without phases, that of the run."""
   loss_type = cfg.training.loss_type
@@ -325,6 +398,8 @@ TRAINING_RULES = (
   phases,
   multi_token_prediction,
   local_updates,
+  deterministic_reductions,
+  step_audit,
   keys_of_teachers,
   teacher,
   preference,

@@ -98,6 +98,9 @@ class PlanConfig:
   save_hlo: str = machine_field("", "Folder for the compiled program's text; empty: not written.")
 
 
+AUDIT_DEVICES = ("simulated", "all")
+
+
 @dataclasses.dataclass(frozen=True)
 class AuditConfig:
   """What `maxlite.audit` compares."""
@@ -107,6 +110,12 @@ class AuditConfig:
     "Meshes of eight simulated devices that it compares with one device, after each axis alone; "
     "the first is of the config's own axes, the others are random. -1: all.",
     low=-1,
+  )
+  audit_devices: str = field(
+    "simulated",
+    "`simulated`: a tiny model in float64 on simulated devices; `all`: the model itself, in its "
+    "types, on all devices of this machine, compared with float32 on one.",
+    choices=AUDIT_DEVICES,
   )
   audit_seed: int = field(0, "Seed of these meshes, and of what else varies on them.", low=0)
   audit_json: str = machine_field(

@@ -6,6 +6,7 @@ from maxlite.config.config_field import field, model_field
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.registry import OPTIMIZERS, RUN_LOSSES, SCHEDULES
 
+AUDIT_ACTIONS = ("stop", "warn")
 PHASE_STRATEGIES = ("auto", "separate", "switch")
 
 
@@ -151,6 +152,20 @@ class TrainingConfig:
   )
   mtp_loss_scaling_factor: float = field(
     0.1, "Weight of the mean loss of the layers of multi-token prediction (mtp_num_layers).", low=0
+  )
+  deterministic_reductions: bool = field(
+    False,
+    "The same bits of loss and parameters on any number of devices over `data` and `fsdp`: every "
+    "micro-batch is computed by one device, and their gradients are added in one order.",
+  )
+  audit_period: int = field(
+    0,
+    "Steps between audits, which compute a step again, also in another arrangement, and compare: "
+    "faults of the hardware are found by them. 0: none.",
+    low=0,
+  )
+  audit_action: str = field(
+    "stop", "What a difference does: `stop` the run, or `warn`.", choices=AUDIT_ACTIONS
   )
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1

@@ -6,6 +6,7 @@ from flax import linen as nn
 
 from maxlite.config.layer_specs import MlpSpec, MoeSpec
 from maxlite.config.schema import ModelConfig
+from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.dispatch import DispatchCounts, choose_dispatch
@@ -80,7 +81,10 @@ class MoeBlock(nn.Module):
     if not self.spec.form.gated_shared_expert:
       return y_BTD
     gate_BT1 = jax.nn.sigmoid(self.shared_expert_gate(x_BTD))
-    return y_BTD * gate_BT1
+    # In float32, so that the gate's gradient is summed in it; the rounded product is the same.
+    wide = accumulator_dtype(y_BTD.dtype)
+    gated_BTD = y_BTD.astype(wide) * gate_BT1.astype(wide)
+    return gated_BTD.astype(y_BTD.dtype)
 
 
 def _add_counts(sums: RouterSums, counts: DispatchCounts) -> RouterSums:

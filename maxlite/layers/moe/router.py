@@ -126,7 +126,9 @@ class Router(nn.Module):
     """The learned factor of the weight of each chosen expert."""
     init = partitioned(nn.initializers.ones, ("router",))
     scale_E = self.param("expert_scale", init, (self.cfg.num_experts,), self.weight_dtype)
-    return jnp.take(scale_E, expert_BTK, axis=0, mode="clip")
+    # In float32, so that the gradient of the lookup is summed in it.
+    wide_E = scale_E.astype(accumulator_dtype(scale_E.dtype))
+    return jnp.take(wide_E, expert_BTK, axis=0, mode="clip")
 
   def _jitter(self, x_BTD: jax.Array) -> jax.Array:
     """Uniform noise in 1 +- router_jitter, with x's shape and type."""

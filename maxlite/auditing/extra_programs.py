@@ -1,0 +1,119 @@
+"""Checks of features whose results differ from the reference, each with its own program."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from maxlite.auditing.compare import TOLERANCE, true_norm
+from maxlite.auditing.measure import Measured, Steps, measure, tiny_batch
+from maxlite.auditing.shrink import ROWS
+from maxlite.auditing.step_checks import TinyStep
+from maxlite.auditing.variants import AXES, Variant
+from maxlite.config.schema import LocalUpdatesConfig
+from maxlite.optim.labels import paths_in
+from maxlite.training.features.overflow_replay import DISCARDED
+from maxlite.training.spec import StepSpec
+
+# Of the gradients of a quantized model and of the same model without: noise has no direction.
+LEAST_COSINE = 0.5
+
+
+def check_quantization(spec: StepSpec, kind: str, reference: Measured) -> Iterator[str]:
+  """The gradients with quantization have the direction of those without, on one device.
+
+  Args:
+    spec: tiny, without quantization.
+    kind: the value of `quantization`.
+  """
+  quantized = dataclasses.replace(spec, model=dataclasses.replace(spec.model, quantization=kind))
+  measured = measure(quantized, Variant(), reference.start)
+  for name, want in reference.results.items():
+    got = measured.results[name].gradients
+    for path, gradient in want.gradients.items():
+      if np.any(gradient) and not np.any(got[path]):
+        yield f"{name}: with quantization={kind}, no gradient reaches {path}"
+    product = sum(float(np.sum(got[path] * gradient)) for path, gradient in want.gradients.items())
+    cosine = product / float(true_norm(want) * true_norm(measured.results[name]))
+    if not cosine >= LEAST_COSINE:
+      yield (
+        f"{name}: with quantization={kind}, the gradients have a cosine of {cosine:.2g} to those "
+        "without: rounding has the derivative zero; is it passed through?"
+      )
+
+
+def check_replicas(spec: StepSpec, cfg: LocalUpdatesConfig, reference: Measured) -> Iterator[str]:
+  """An outer step after one step of two replicas is their mean update, with Nesterov momentum.
+
+  Args:
+    spec: tiny, without replicas.
+    cfg: of the replicas.
+  """
+  (objective,) = spec.objectives
+  mesh = dataclasses.replace(Variant().spec_of(spec).mesh, ici_ensemble_parallelism=2)
+  local = dataclasses.replace(cfg, diloco_sync_period=1)
+  with jax.enable_x64(True):
+    steps = Steps(dataclasses.replace(spec, mesh=mesh, local_updates=local), 2)
+    batch = tiny_batch(objective.loss)
+    before = steps.start()
+    after, _ = steps.take(objective.name, before, batch)
+    solo = reference.steps
+    start = solo.start()
+    updates = []
+    for first in (0, ROWS // 2):
+      is_own_B1 = (np.arange(ROWS)[:, None] // (ROWS // 2)) == first // (ROWS // 2)
+      rows = jax.tree.map(lambda x_BT, own=is_own_B1: np.where(own, x_BT, 0 * x_BT), batch)
+      end, _ = solo.take(objective.name, start, rows)
+      updates.append(jax.tree.map(np.subtract, end.params, start.params))
+  factor = cfg.diloco_outer_lr * (1 + cfg.diloco_outer_momentum)
+  leaves = zip(
+    paths_in(before.params),
+    jax.tree.leaves(before.params),
+    jax.tree.leaves(after.params),
+    *map(jax.tree.leaves, updates),
+    strict=True,
+  )
+  for path, old, new, one, other in leaves:
+    want = factor * (one + other) / 2
+    difference = np.abs(new - old - want).max(initial=0)
+    if difference > TOLERANCE * np.abs(want).max(initial=0) + 1e-14:
+      yield (
+        f"{objective.name}: the outer step of diloco_sync_period changes {path} otherwise than by "
+        f"the mean update of its replicas times {factor:g}"
+      )
+      return
+
+
+def check_overflow(spec: StepSpec, overflow: str, reference: Measured) -> Iterator[str]:
+  """A step whose receive buffers overflow is discarded, or drops rows and is differentiable.
+
+  Args:
+    spec: tiny, with buffers of the worst case.
+    overflow: the value of `ragged_overflow`.
+  """
+  moe = dataclasses.replace(
+    spec.model.moe, ragged_buffer_factor=0.125, ragged_overflow=overflow, capacity_factor=-1.0
+  )
+  bounded = dataclasses.replace(spec, model=dataclasses.replace(spec.model, moe=moe))
+  variant = Variant(tuple(2 if axis == "expert" else 1 for axis in AXES))
+  with jax.enable_x64(True):
+    steps = Steps(variant.spec_of(bounded), variant.num_devices)
+    for name, objective in steps.objectives.items():
+      rows = tiny_batch(objective.spec.loss)
+      batch = jax.tree.map(lambda x_BT: np.tile(x_BT, (8, 1)), rows)
+      before = steps.unflat(reference.start)
+      after, metrics = steps.take(name, before, batch)
+      if not np.any(metrics["expert_dropped"]):
+        yield f"{name}: no buffer of an eighth of an even load overflows"
+      elif overflow == "drop":
+        step = TinyStep(bounded, steps, objective, reference.start, reference.fresh, batch)
+        yield from step.check_derivative()
+      elif not metrics[DISCARDED]:
+        yield f"{name}: a step whose receive buffer overflows is not discarded"
+      else:
+        old, new = steps.flat(before), steps.flat(after)
+        for path in old:
+          if "/gradients/" not in path and not np.array_equal(old[path], new[path]):
+            yield f"{name}: a step whose receive buffer overflows changes {path}"
+            break
