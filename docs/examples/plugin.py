@@ -18,9 +18,9 @@ from maxlite.registry import CALLBACKS, PLAIN_ROUTERS, SCHEDULES, TOKEN_LOSSES
 from maxlite.training.loss import NEXT_TOKEN, next_token
 
 
-def sqrt_softmax(logits_BTE, bias_E, cfg):
+def sqrt_softmax(logits_BTE, bias_E, cfg, given_BTK=None):
   """A router whose combine weights are square roots of the usual ones, renormalized."""
-  probability_BTE, expert_BTK, weight_BTK = topk_softmax(logits_BTE, bias_E, cfg)
+  probability_BTE, expert_BTK, weight_BTK = topk_softmax(logits_BTE, bias_E, cfg, given_BTK)
   root_BTK = jnp.sqrt(weight_BTK)
   return probability_BTE, expert_BTK, root_BTK / jnp.sum(root_BTK, axis=-1, keepdims=True)
 

@@ -19,13 +19,14 @@ from maxlite.config.model_function import EXECUTION
 from maxlite.config.read_keys import check_typed
 from maxlite.config.saved import MACHINE_KEYS
 from maxlite.config.schema import GenerateConfig, HostsConfig, flatten
-from maxlite.data.batch import Batch, HostBatch, checked_batch
+from maxlite.data.batch import Batch, DeviceBatch, HostBatch, checked_batch, checked_experts
 from maxlite.ensemble.run_members import train_members_of
 from maxlite.errors import UserError
 from maxlite.hf.load_model import LoadedModel
 from maxlite.inference.generation import Completer
 from maxlite.metrics.step_row import Row, step_row
 from maxlite.metrics.writers import METRICS, read_rows
+from maxlite.models.routes import route_shape
 from maxlite.runs.evaluate_run import evaluate_held_out
 from maxlite.runs.open_run import open_weights
 from maxlite.runs.run import train_model
@@ -34,7 +35,8 @@ from maxlite.sharding.pytree import PyTree
 from maxlite.step.train_state import averaged_params
 from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
-from maxlite.training.program import Program
+from maxlite.training.loss import run_forward
+from maxlite.training.program import Program, with_routes
 from maxlite.training.trainer import open_trainer
 
 
@@ -113,13 +115,39 @@ class Run:
       raise UserError("generate(...) takes a list of prompts: write [prompt]")
     cfg = self._with(**keys)
     read = EXECUTION | flatten(GenerateConfig()).keys() | {"max_target_length"}
-    others = sorted(keys.keys() - read)
+    others = sorted(keys.keys() - (read - {"return_expert_ids"}))  # it returns texts
     if others:
       raise UserError(f"generate(...) does not read {', '.join(others)}: give it to open_run(...)")
     params = self.params
     if self.ema_params is not None:
       params = self.ema_params
     return Completer(cfg, self.program, prompts).complete(params)
+
+  def with_routes(self, batch: Batch | ArrayLike) -> HostBatch:
+    """Return a batch with the experts that the run's routers choose for its tokens.
+
+    `train_on` replays them, here or on another machine, whose rounding may choose others.
+
+    Args:
+      batch: as of `train_on`.
+
+    Raises:
+      UserError: the model has no experts; or as `train_on`.
+    """
+    if not self.config.model.family.is_moe:
+      raise UserError(
+        f"with_routes(...): decoder_block={self.config.model.decoder_block} has no experts: open "
+        "the run of a mixture"
+      )
+    checked = self._checked(batch).replace(expert_BTNK=None)
+    model = self.program.model
+
+    @jax.jit
+    def choose(params: PyTree, batch: DeviceBatch) -> PyTree:
+      return run_forward(model, params, batch, None, drafts=False, records_experts=True).expert_BTNK
+
+    expert_BTNK = choose(self.params, self.program.place(checked))
+    return checked.replace(expert_BTNK=np.asarray(expert_BTNK))
 
   def train_on(self, batches: Iterable[Batch | ArrayLike]) -> tuple["Run", list[Row]]:
     """Train on given batches in memory: a step per batch, from a new state of the optimizer.
@@ -129,7 +157,8 @@ class Run:
 
     Args:
       batches: each a `maxlite.Batch`, or token ids [B, T] of which each row is one document. B is
-        `per_device_batch_size` times the number of devices, T is `max_target_length`.
+        `per_device_batch_size` times the number of devices, T is `max_target_length`. All of them
+        or none have the experts of their tokens, which the steps then replay.
 
     Returns:
       The run after the steps, and a row of metrics per step.
@@ -143,10 +172,22 @@ class Run:
       raise UserError("train_on(...) takes batches: write [batch]")
     params = jax.tree.map(jnp.copy, self.params)
     state = self.program.init(self.config.run.init_weights_seed, params)
-    trainer = open_trainer(self.config, self.program, state)
+    trainer = None
+    replays = False
     rows: list[Row] = []
     for batch in batches:
-      placed = self.program.place(self._checked(batch))
+      checked = self._checked(batch)
+      has_routes = checked.expert_BTNK is not None
+      if trainer is None:
+        replays = has_routes
+        program = with_routes(self.program) if replays else self.program
+        trainer = open_trainer(self.config, program, state)
+      if has_routes != replays:
+        raise UserError(
+          "train_on(...): some batches have the experts of their tokens and others do not: give "
+          "all of them with_routes(...), or none"
+        )
+      placed = self.program.place(checked)
       metrics = trainer.step(self.program.with_extra_inputs(placed))
       state = trainer.state  # which makes the metrics final
       rows.append(step_row(len(rows) + 1, jax.device_get(metrics)))
@@ -163,6 +204,7 @@ class Run:
     """Return the rows of `batch` on this host; UserError unless they fit the trainer."""
     if not isinstance(batch, Batch):
       batch = Batch.of(batch)
+    expert_BTNK = batch.expert_BTNK
     batch = checked_batch(batch, self.config.model.vocab_size)
     if batch.tokens_BT.shape != self.program.batch_shape:
       raise UserError(
@@ -170,6 +212,11 @@ class Run:
         f"{self.program.batch_shape}: open it with per_device_batch_size and max_target_length "
         "to match"
       )
+    if expert_BTNK is not None:
+      model = self.config.model
+      shape = (*self.program.batch_shape, *route_shape(model))
+      experts = checked_experts(expert_BTNK, shape, model.moe.num_experts, batch.segment_BT > 0)
+      batch = batch.replace(expert_BTNK=experts)
     return batch
 
   def _with(self, **keys: KeyValue) -> Config:

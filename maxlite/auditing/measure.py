@@ -407,6 +407,7 @@ def _unpack(batch: HostBatch) -> HostBatch:
       document = {
         field.name: np.roll(np.where(is_own_T, getattr(batch, field.name)[row], 0), -start)
         for field in dataclasses.fields(batch)
+        if getattr(batch, field.name) is not None
       }
       rows.append(type(batch)(**document))
   unpacked = jax.tree.map(lambda *x_T: np.stack(x_T), *rows)

@@ -23,6 +23,9 @@ class Batch(struct.PyTreeNode, Generic[Field]):
   a segment. `position_BT` restarts at 0 in each segment. `targets_BT` is the next token of the
   same document; `weight_BT` (float32) is 0 where there is none. All other fields are int32. A loss
   may have batches with further fields of float32.
+
+  `expert_BTNK`, if a batch has it, is the K experts of `tokens_BT` in each of the N MoE layers, in
+  the order of the layers. The routers then do not choose; at padding it may be anything.
   """
 
   float_fields: ClassVar[tuple[str, ...]] = ("weight_BT",)
@@ -32,6 +35,7 @@ class Batch(struct.PyTreeNode, Generic[Field]):
   segment_BT: Field
   position_BT: Field
   weight_BT: Field
+  expert_BTNK: Field | None = struct.field(default=None, kw_only=True)
 
   @staticmethod
   def of(tokens_BT: ArrayLike, segment_BT: ArrayLike | None = None) -> "Batch[np.ndarray]":
@@ -178,16 +182,50 @@ def checked_batch(batch: HostBatch, vocab_size: int) -> HostBatch:
   return checked
 
 
+def checked_experts(
+  values: ArrayLike, shape: tuple[int, ...], num_experts: int, real_BT: np.ndarray
+) -> np.ndarray:
+  """Return the experts of a caller's batch as int32 [B, T, N, K].
+
+  Raises:
+    UserError: they have another shape than `shape`, or those of a real token are not K different
+      numbers of experts.
+  """
+  array = _array("experts", values)
+  if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+    raise UserError(
+      f"experts of a batch are {array.dtype} of shape {array.shape}: give integers {shape}, "
+      "[rows, positions, MoE layers, experts of a token]"
+    )
+  expert_ANK = np.sort(array[real_BT], axis=-1)
+  is_repeated = (expert_ANK[..., 1:] == expert_ANK[..., :-1]).any()
+  if is_repeated or expert_ANK.min(initial=0) < 0 or expert_ANK.max(initial=0) >= num_experts:
+    raise UserError(
+      f"experts of a batch: give each token different ones from 0 to {num_experts - 1} in a layer"
+    )
+  return np.where(real_BT[..., None, None], array, 0).astype(np.int32)
+
+
 def abstract_batch(
   shape: tuple[int, int],
   sharding: jax.sharding.Sharding | None = None,
   kind: type[Batch] = Batch,
+  experts: tuple[int, int] | None = None,
 ) -> AbstractBatch:
-  """Return the shapes, dtypes and sharding of a [B, T] batch."""
+  """Return the shapes, dtypes and sharding of a [B, T] batch.
+
+  Args:
+    experts: N and K of `expert_BTNK`; None: the batch has none.
+  """
   fields = {}
   for field in dataclasses.fields(kind):
+    own_shape: tuple[int, ...] = shape
+    if field.name == "expert_BTNK":
+      if experts is None:
+        continue
+      own_shape = (*shape, *experts)
     dtype = np.float32 if field.name in kind.float_fields else np.int32
-    fields[field.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    fields[field.name] = jax.ShapeDtypeStruct(own_shape, dtype, sharding=sharding)
   return kind(**fields)
 
 
@@ -225,8 +263,8 @@ def to_global(
 ) -> DeviceBatch:
   """Assemble the global batch from each host's `local_rows` (numpy, all positions)."""
 
-  def place(x_BT: np.ndarray) -> jax.Array:
-    return jax.make_array_from_process_local_data(sharding, x_BT, shape)
+  def place(x: np.ndarray) -> jax.Array:
+    return jax.make_array_from_process_local_data(sharding, x, (*shape, *x.shape[2:]))
 
   return jax.tree.map(place, local)
 

@@ -99,6 +99,9 @@ class Batcher:
     self._remaining: dict[GenerationRequest, int] = {}
     # Two calls are in flight, so that the device does not wait while the host processes tokens.
     self._in_flight: collections.deque[_InFlight] = collections.deque()
+    # Of requests that have ended, if the engine records them: the experts of every token that was
+    # read, [tokens, MoE layers, K]; the last token of a completion is not.
+    self.expert_ids: dict[GenerationRequest, np.ndarray] = {}
 
   @property
   def num_free(self) -> int:
@@ -202,5 +205,9 @@ class Batcher:
     return TokenEvent(request, token)
 
   def _free(self, request: GenerationRequest) -> None:
-    del self._remaining[request]
-    self._request_by_row[self._request_by_row.index(request)] = None
+    row = self._request_by_row.index(request)
+    num_new = request.max_new_tokens - self._remaining.pop(request)
+    if self.engine.records_experts:
+      length = len(request.prompt) + num_new - 1
+      self.expert_ids[request] = self.engine.expert_ids(row, length)
+    self._request_by_row[row] = None

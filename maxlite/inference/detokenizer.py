@@ -150,6 +150,7 @@ def stream_completions(
   """Run `requests` and yield their texts as these become final."""
   waiting = collections.deque(requests)
   detokenizers: dict[GenerationRequest, Detokenizer] = {}
+  num_tokens: collections.Counter[GenerationRequest] = collections.Counter()
   while waiting or not batcher.is_idle:
     admitted: list[GenerationRequest] = []
     while waiting and len(admitted) < batcher.num_free:
@@ -159,9 +160,14 @@ def stream_completions(
     for event in batcher.add(admitted) or batcher.step():
       if event.request not in detokenizers:  # stopped before this token
         continue
+      num_tokens[event.request] += 1
       text, finish_reason = detokenizers[event.request].push(event)
       if finish_reason:
         batcher.cancel(event.request)
         del detokenizers[event.request]
+        if event.request in batcher.expert_ids:
+          # A call may have decoded tokens after a stop string.
+          length = len(event.request.prompt) + num_tokens[event.request] - 1
+          batcher.expert_ids[event.request] = batcher.expert_ids[event.request][:length]
       if text or finish_reason:
         yield CompletionText(event.request, text, finish_reason)

@@ -34,8 +34,10 @@ from maxlite.inference.sampling import (
 )
 from maxlite.inference.scoring import MAX_TOP, TokenScore, score, token_scores
 from maxlite.layers import cache
+from maxlite.layers.moe import routes
 from maxlite.metrics.waits import report_wait
 from maxlite.models.decoder import Decoder
+from maxlite.models.routes import route_shape, stack_routes
 from maxlite.sharding.pytree import PyTree
 
 NO_TOKEN = -1  # padding in the output of rows that have finished
@@ -66,6 +68,7 @@ class DecodeState:
     seen_BV: whether the token occurs in the prompt or completion.
     sampling: the sampling parameters.
     draft: what the drafter keeps (drafters.py); None for new rows.
+    expert_BSNK: the experts of the positions in the cache, if they are recorded.
   """
 
   cache: PyTree
@@ -76,6 +79,7 @@ class DecodeState:
   seen_BV: jax.Array
   sampling: BatchSamplingParams
   draft: PyTree
+  expert_BSNK: jax.Array | None
 
 
 class _Prompts(NamedTuple):
@@ -124,6 +128,7 @@ class Engine:
     min_prompt_length: prompts are padded to this length times a power of `prompt_growth`, and each
       such length is a program.
     prompt_growth: a larger one has fewer programs and more padding.
+    records_experts: whether rows keep the experts of their tokens, for `expert_ids`.
 
   Raises:
     UserError: the shards of a batch do not divide num_rows, or num_drafts exceeds what the model
@@ -142,6 +147,7 @@ class Engine:
     first_block: int = 128,
     min_prompt_length: int = 16,
     prompt_growth: int = 2,
+    records_experts: bool = False,
   ) -> None:
     self.num_shards = model.sharder.num_shards("activation_batch")
     rest = num_rows % self.num_shards
@@ -157,6 +163,7 @@ class Engine:
     self.num_rows = num_rows
     self.max_length = max_length
     self.num_drafts = num_drafts
+    self.records_experts = records_experts
     self.compile_seconds = 0.0
     self._model = model
     self._params = params
@@ -243,6 +250,12 @@ class Engine:
     returned asynchronously.
     """
     return self._run(_STEP, self._steps, np.int32(num_steps))
+
+  def expert_ids(self, row: int, length: int) -> np.ndarray:
+    """The experts of the first `length` tokens of a row, [length, MoE layers, K]."""
+    assert self._state is not None
+    assert self._state.expert_BSNK is not None, "an engine without records_experts"
+    return np.asarray(self._state.expert_BSNK[row])[:length]
 
   def score(self, tokens: Sequence[int], num_top: int = 1) -> list[TokenScore | None]:
     """Score `tokens` by a forward pass without a cache; None for the first one.
@@ -333,7 +346,7 @@ class Engine:
   def _empty_state(self) -> DecodeState:
     """The state of idle rows."""
     tokens_BT = jax.ShapeDtypeStruct((self.num_shards, self.max_length), jnp.int32)
-    x_BTD, prefix = jax.eval_shape(
+    x_BTD, prefix, _ = jax.eval_shape(
       self._hidden,
       self._params,
       None,
@@ -345,6 +358,10 @@ class Engine:
     prompts = (x_BTD, tokens_BT, of_prompt_B, of_prompt_B)
     draft = jax.eval_shape(self._prefilled_draft, self._params, *prompts)
     zeros_B = jnp.zeros(self.num_rows, jnp.int32)
+    expert_BSNK = None
+    if self.records_experts:
+      shape = (self.num_rows, self.max_length, *route_shape(self._model.cfg))
+      expert_BSNK = jnp.zeros(shape, jnp.int32)
     return DecodeState(
       cache=cache.init_cache(prefix, self.num_rows, 1 + self.num_drafts, self._first_block),
       token_B=zeros_B,
@@ -354,6 +371,7 @@ class Engine:
       seen_BV=jnp.zeros((self.num_rows, self._model.cfg.vocab_size), bool),
       sampling=BatchSamplingParams.stack([SamplingParams()] * self.num_rows),
       draft=self._drafter.init(draft, self.num_rows, self._first_block),
+      expert_BSNK=expert_BSNK,
     )
 
   def _state_shardings(self) -> DecodeState:
@@ -366,7 +384,11 @@ class Engine:
         names[1] = "activation_kv_heads"
       return sharder.sharding(names)
 
-    return jax.tree.map(sharding, jax.eval_shape(self._empty_state))
+    shardings = jax.tree.map(sharding, jax.eval_shape(self._empty_state))
+    if self.records_experts:
+      rows = sharder.sharding(("activation_batch", None, None, None))
+      shardings = dataclasses.replace(shardings, expert_BSNK=rows)
+    return shardings
 
   def _hidden(
     self,
@@ -375,20 +397,27 @@ class Engine:
     token_BT: jax.Array,
     segment_BT: jax.Array,
     position_BT: jax.Array,
-  ) -> tuple[jax.Array, PyTree]:
-    """Return (x_BTD, the new cache entries); without `entries` the tokens begin their rows."""
+  ) -> tuple[jax.Array, PyTree, jax.Array | None]:
+    """Return (x_BTD, the new cache entries, expert_BTNK if recorded).
+
+    Without `entries` the tokens begin their rows.
+    """
     variables = {"params": params}
     if entries is not None:
       variables[cache.COLLECTION] = entries
+    recorded = [routes.COLLECTION] if self.records_experts else []
     (x_BTD, _), new = self._model.apply(
       variables,
       token_BT,
       segment_BT,
       position_BT,
       method=self._model.hidden,
-      mutable=[cache.COLLECTION],
+      mutable=[cache.COLLECTION, *recorded],
     )
-    return x_BTD, new[cache.COLLECTION]
+    expert_BTNK = None
+    if self.records_experts:
+      expert_BTNK = stack_routes(new[routes.COLLECTION], self._model.cfg)
+    return x_BTD, new[cache.COLLECTION], expert_BTNK
 
   def _prefilled_draft(
     self,
@@ -419,7 +448,7 @@ class Engine:
     column_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1])[None], token_BT.shape)
     is_real_BT = column_BT < length_B[:, None]
     segment_BT = is_real_BT.astype(jnp.int32)
-    x_BTD, prefix = self._hidden(params, None, token_BT, segment_BT, column_BT)
+    x_BTD, prefix, expert_BTNK = self._hidden(params, None, token_BT, segment_BT, column_BT)
     last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
     x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
     logits_BV = self._logits(params, x_B1D)[:, 0]
@@ -437,6 +466,7 @@ class Engine:
       seen_BV=seen_BV,
       sampling=prompts.sampling,
       draft=None,
+      expert_BSNK=None,
     )
     new, new_token_B1 = self._append_tokens(new, token_B[:, None])
     entries = cache.insert(state.cache, prefix, row_B, length_B)
@@ -446,9 +476,15 @@ class Engine:
     def insert(old: jax.Array, rows: jax.Array) -> jax.Array:
       return old.at[row_B].set(rows, mode="drop")
 
-    others = dataclasses.replace(state, cache=None, draft=None)
+    others = dataclasses.replace(state, cache=None, draft=None, expert_BSNK=None)
     inserted = jax.tree.map(insert, others, new)
-    return dataclasses.replace(inserted, cache=entries, draft=draft), new_token_B1[:, 0]
+    inserted = dataclasses.replace(
+      inserted,
+      cache=entries,
+      draft=draft,
+      expert_BSNK=_write_experts(state.expert_BSNK, expert_BTNK, row_B, column_BT),
+    )
+    return inserted, new_token_B1[:, 0]
 
   def _steps(
     self, params: PyTree, state: DecodeState, num_steps: jax.Array
@@ -489,7 +525,9 @@ class Engine:
     column_1T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     segment_BT = jnp.broadcast_to(is_active_B[:, None], token_BT.shape).astype(jnp.int32)
     position_BT = state.length_B[:, None] + column_1T
-    x_BTD, entries = self._hidden(params, state.cache, token_BT, segment_BT, position_BT)
+    x_BTD, entries, expert_BTNK = self._hidden(
+      params, state.cache, token_BT, segment_BT, position_BT
+    )
     logits_BTV = self._logits(params, x_BTD)
     log_probs_at_positions = jax.vmap(log_probs, in_axes=(1, 1, None), out_axes=1)
     log_p_BTV = log_probs_at_positions(logits_BTV, drafts.seen_BTV, state.sampling)
@@ -512,6 +550,9 @@ class Engine:
       token_B=last_token_B,
       length_B=length_B,
       draft=self._drafter.advance(params, draft, step),
+      expert_BSNK=_write_experts(
+        state.expert_BSNK, expert_BTNK, jnp.arange(self.num_rows), position_BT
+      ),
     )
     return self._append_tokens(state, new_BT)
 
@@ -531,6 +572,18 @@ class Engine:
     seen_BV = state.seen_BV.at[batch_B1, jnp.maximum(new_BT, 0)].max(is_new_BT)
     state = dataclasses.replace(state, remaining_B=remaining_B, seen_BV=seen_BV)
     return state, jnp.where(is_new_BT, new_BT, NO_TOKEN)
+
+
+def _write_experts(
+  expert_BSNK: jax.Array | None,
+  new_BTNK: jax.Array | None,
+  row_B: jax.Array,
+  position_BT: jax.Array,
+) -> jax.Array | None:
+  """Write the experts of new positions, which overwrite those of rejected drafts."""
+  if expert_BSNK is None:
+    return None
+  return expert_BSNK.at[row_B[:, None], position_BT].set(new_BTNK, mode="drop")
 
 
 def _make_idle(state: DecodeState, row: int) -> DecodeState:

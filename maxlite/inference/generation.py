@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from maxlite.config import Config
 from maxlite.config.layer_stacks import has_recurrence
@@ -43,17 +44,26 @@ _LENGTH_MULTIPLE = 64  # cache lengths are rounded up, so that other prompts reu
 def run_generation(cfg: Config) -> int:
   """Complete a prompt, or a file of prompts as JSON lines, or chat in a terminal."""
   with exit_on_user_error("maxlite.generate"):
+    if cfg.generate.return_expert_ids:
+      _check_expert_ids(cfg)
     if cfg.generate.use_chat_template and not cfg.generate.prompt and not cfg.generate.prompt_file:
       return _chat(cfg)
     prompts = read_prompts(cfg.generate)
     encoder = PromptEncoder(cfg, chats=has_conversations(prompts))
     requests = encoder.requests(prompts)
     program, params = open_trained(cfg)
-    engine = build_engine(cfg, program.sharder, params, encoder.stop_token_ids, requests)
+    engine = build_engine(
+      cfg,
+      program.sharder,
+      params,
+      encoder.stop_token_ids,
+      requests,
+      records_experts=cfg.generate.return_expert_ids,
+    )
   batcher = Batcher(engine)
   completions = stream_completions(batcher, requests, encoder.tokenizer, cfg.generate.stop)
   if cfg.generate.prompt_file:
-    _write_lines(dict(zip(requests, prompts, strict=True)), completions)
+    _write_lines(dict(zip(requests, prompts, strict=True)), completions, batcher.expert_ids)
   else:
     (prompt,) = prompts
     engine.compile_for(requests[0])  # before the text, which reports of compilation would interrupt
@@ -62,6 +72,17 @@ def run_generation(cfg: Config) -> int:
     _write_text(completions)
   write_line(f"{batcher.throughput}; compiled in {engine.compile_seconds:.1f} s")
   return 0
+
+
+def _check_expert_ids(cfg: Config) -> None:
+  """Raise UserError if there are no experts, or no JSON lines to write them to."""
+  if not cfg.model.family.is_moe:
+    raise UserError(
+      f"return_expert_ids=true: decoder_block={cfg.model.decoder_block} has no experts; write "
+      "return_expert_ids=false"
+    )
+  if not cfg.generate.prompt_file:
+    raise UserError("return_expert_ids=true is for JSON lines: write prompt_file=FILE")
 
 
 def _chat(cfg: Config) -> int:
@@ -143,6 +164,8 @@ def build_engine(
   params: PyTree,
   stop_token_ids: Sequence[int],
   requests: Sequence[GenerationRequest] = (),
+  *,
+  records_experts: bool = False,
   **options: int,
 ) -> Engine:
   """Build an engine for `requests`, or for any of up to max_target_length tokens if empty.
@@ -153,6 +176,7 @@ def build_engine(
     params: the model's parameters.
     stop_token_ids: tokens that end a completion.
     requests: the requests that the engine must hold.
+    records_experts: as in `Engine`.
     **options: further arguments of `Engine`.
 
   Raises:
@@ -188,6 +212,7 @@ def build_engine(
     max_length=min(_round_up(needed, _LENGTH_MULTIPLE), max_length),
     stop_token_ids=stop_token_ids,
     num_drafts=num_drafts,
+    records_experts=records_experts,
     **options,
   )
 
@@ -222,9 +247,15 @@ def _write_text(completions: Iterable[CompletionText]) -> str:
 
 
 def _write_lines(
-  prompts: Mapping[GenerationRequest, Prompt], completions: Iterable[CompletionText]
+  prompts: Mapping[GenerationRequest, Prompt],
+  completions: Iterable[CompletionText],
+  expert_ids: dict[GenerationRequest, np.ndarray],
 ) -> None:
-  """Write a JSON line per prompt in order, each as soon as all before it are finished."""
+  """Write a JSON line per prompt in order, each as soon as all before it are finished.
+
+  Args:
+    expert_ids: `Batcher.expert_ids`, from which those of written lines are removed.
+  """
   texts = dict.fromkeys(prompts, "")
   finish_reasons: dict[GenerationRequest, str] = {}
   waiting = collections.deque(prompts)
@@ -238,6 +269,8 @@ def _write_lines(
         "text": texts[finished],
         "finish_reason": finish_reasons[finished],
       }
+      if finished in expert_ids:
+        row["expert_ids"] = expert_ids.pop(finished).tolist()
       line = json.dumps(row, ensure_ascii=False)  # JSON escapes control characters below a space
       line = re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line)
       sys.stdout.write(f"{line}\n")

@@ -8,11 +8,12 @@ from maxlite.config.layer_specs import AttentionSpec, LayerSpec, LayerStack
 from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
-from maxlite.layers.cache import COLLECTION
+from maxlite.layers import cache
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
+from maxlite.layers.moe import routes
 from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
 from maxlite.layers.rope import query_scale
@@ -91,7 +92,7 @@ class Decoder(nn.Module):
     """The class of `length` stacked layers, over which its call scans."""
     return nn.scan(
       layer,
-      variable_axes={"params": 0, COLLECTION: 0},
+      variable_axes={"params": 0, cache.COLLECTION: 0, routes.COLLECTION: 0},
       split_rngs={"params": True, "jitter": True},
       in_axes=(SCAN_AXES,),
       length=length,

@@ -131,6 +131,8 @@ class Rollouts(Feature):
       f"{cfg.training.rollout_temperature:g}, verification {rollouts.rollout_verification}, "
       f"rewards {', '.join(rollouts.reward_functions)}"
     )
+    if rollouts.rollout_routes == "replay":
+      line += ", experts replayed in all steps on a set"
     return [line]
 
   def draw(self, folder: RunFolder, step: int) -> list[Path]:

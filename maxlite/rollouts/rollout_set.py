@@ -1,5 +1,6 @@
 """The rollouts of one or several steps, with their rewards and advantages."""
 
+import base64
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class RolloutSet(NamedTuple):
     log_prob_BT: of the targets of the batch when they were written [nats].
     row: metrics of the set, for each step on it.
     seconds: times of the set, for the first step on it.
+    expert_BTNK: the experts of the batch's tokens when they were written, if the steps replay them.
   """
 
   num_generations: int
@@ -34,6 +36,7 @@ class RolloutSet(NamedTuple):
   log_prob_BT: np.ndarray
   row: Row
   seconds: Row
+  expert_BTNK: np.ndarray | None = None
 
   def batch(
     self, sizes: RolloutSizes, shape: tuple[int, int], *, is_first: bool, masks_truncated: bool
@@ -45,6 +48,7 @@ class RolloutSet(NamedTuple):
       masks_truncated: whether truncated completions have no loss.
     """
     batch, _ = place_rollouts(self.rollouts, sizes, shape)
+    batch = batch.replace(expert_BTNK=self.expert_BTNK)
     if not is_first:
       batch = batch.replace(behaviour_BT=self.log_prob_BT)
     for n, rollout in enumerate(self.rollouts):
@@ -64,6 +68,7 @@ class RolloutSet(NamedTuple):
       "finish_reasons": [rollout.finish_reason for rollout in self.rollouts],
       "advantages": self.advantage_N.tolist(),
       "log_probs": self.log_prob_BT.tolist(),
+      "experts": None if self.expert_BTNK is None else _encode(self.expert_BTNK),
       "row": dict(self.row),
     }
 
@@ -89,6 +94,19 @@ class RolloutSet(NamedTuple):
       reward_NR=np.zeros((len(rollouts), 0)),
       advantage_N=np.asarray(value["advantages"]),
       log_prob_BT=np.asarray(value["log_probs"], np.float32),
+      expert_BTNK=None if value["experts"] is None else _decode(value["experts"]),
       row=value["row"],
       seconds={},
     )
+
+
+def _encode(expert_BTNK: np.ndarray) -> JsonObject:
+  """Expert ids in fewer characters than their numbers have."""
+  content = base64.b64encode(expert_BTNK.astype("<u2").tobytes()).decode()
+  return {"shape": list(expert_BTNK.shape), "uint16": content}
+
+
+def _decode(value: JsonObject) -> np.ndarray:
+  """The int32 array of `_encode`."""
+  expert_A = np.frombuffer(base64.b64decode(value["uint16"]), "<u2")
+  return expert_A.reshape(value["shape"]).astype(np.int32)

@@ -17,7 +17,13 @@ from maxlite.rollouts.process_0 import reward_completions
 from maxlite.rollouts.rewards import Rewards
 from maxlite.rollouts.rollout import Rollout
 from maxlite.rollouts.rollout_set import RolloutSet
-from maxlite.rollouts.verification import Verifier, place_rollouts, rollout_span
+from maxlite.rollouts.verification import (
+  Draws,
+  Verifier,
+  context_span,
+  place_rollouts,
+  rollout_span,
+)
 from maxlite.rollouts.writer import RolloutWriter
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.json_values import JsonObject
@@ -73,7 +79,9 @@ class RolloutSampler:
       stop=cfg.rollouts.rollout_stop,
       environment=cfg.rollouts.rollout_environment,
     )
-    self._verifier = Verifier(program, batch_shape)
+    self._verifier = Verifier(
+      program, batch_shape, records_experts=cfg.rollouts.rollout_routes == "replay"
+    )
 
   def sample(self, params: PyTree, prompts: Sequence[Prompt], seed: Sequence[int]) -> RolloutSet:
     """Write a group of completions of each prompt, verify them, and reward them.
@@ -95,7 +103,7 @@ class RolloutSampler:
     self.writer.write(rollouts)
     generation_seconds = time.perf_counter() - start
     num_tokens = sum(rollout.num_own for rollout in rollouts)
-    num_replaced, num_rounds, log_prob_BT = self._verify(params, rollouts)
+    num_replaced, num_rounds, draws = self._verify(params, rollouts)
     self.writer.unload()
     verification_seconds = time.perf_counter() - start - generation_seconds
     row: Row = {}
@@ -110,7 +118,7 @@ class RolloutSampler:
       "verification_seconds": verification_seconds,
       "reward_seconds": time.perf_counter() - start,
     }
-    return self._build_set(rollouts, texts, reward_NR, log_prob_BT, row, seconds)
+    return self._build_set(rollouts, texts, reward_NR, draws, row, seconds)
 
   def rows(self, rollouts: RolloutSet, step: int) -> Iterator[JsonObject]:
     """Yield what is written of rollouts to a run's folder: a row per prompt."""
@@ -123,6 +131,9 @@ class RolloutSampler:
         "advantage": float(rollouts.advantage_N[n]),
         "replaced_gaps": rollout.gaps,
       }
+      if rollouts.expert_BTNK is not None:
+        experts = rollouts.expert_BTNK[context_span(n, rollout, self.sizes)]
+        row["expert_ids"] = experts.tolist()
       completions.append(row)
       if len(completions) == rollouts.num_generations:
         prompt = rollout.prompt
@@ -134,16 +145,16 @@ class RolloutSampler:
         }
         completions = []
 
-  def _verify(self, params: PyTree, rollouts: Sequence[Rollout]) -> tuple[int, int, np.ndarray]:
+  def _verify(self, params: PyTree, rollouts: Sequence[Rollout]) -> tuple[int, int, Draws]:
     """Replace tokens until all are those that the trained program draws.
 
     Returns:
-      (tokens of the engine that it does not draw, passes, log_prob_BT of the last pass). Without
+      (tokens of the engine that it does not draw, passes, the draws of the last pass). Without
       verification, there is a pass for the last only.
     """
     if self._cfg.rollouts.rollout_verification == "off":
       batch, seed_BT = place_rollouts(rollouts, self.sizes, self._shape)
-      return 0, 0, self._verifier(params, batch, seed_BT).log_prob_BT
+      return 0, 0, self._verifier(params, batch, seed_BT)
     num_replaced = 0
     for num_rounds in range(1, MAX_ROUNDS + 1):
       batch, seed_BT = place_rollouts(rollouts, self.sizes, self._shape)
@@ -160,7 +171,7 @@ class RolloutSampler:
           rollout.cut(first)
           self.writer.add(rollout, drawn)
       if num_replaced == num_before:
-        return num_replaced, num_rounds, draws.log_prob_BT
+        return num_replaced, num_rounds, draws
       self.writer.write(rollouts)
     raise UserError(
       f"rollout_verification=exact: after {MAX_ROUNDS} passes tokens of the engine still differ "
@@ -173,7 +184,7 @@ class RolloutSampler:
     rollouts: list[Rollout],
     texts: list[str],
     reward_NR: np.ndarray,
-    log_prob_BT: np.ndarray,
+    draws: Draws,
     row: Row,
     seconds: Row,
   ) -> RolloutSet:
@@ -202,7 +213,8 @@ class RolloutSampler:
       texts=texts,
       reward_NR=reward_NR,
       advantage_N=advantage_N,
-      log_prob_BT=log_prob_BT,
+      log_prob_BT=draws.log_prob_BT,
+      expert_BTNK=draws.expert_BTNK,
       row=row,
       seconds=seconds,
     )

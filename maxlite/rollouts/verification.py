@@ -39,6 +39,8 @@ class Draws(NamedTuple):
   log_prob_BT: np.ndarray
   # By how much the target of the batch is behind the draw [nats].
   gap_BT: np.ndarray
+  # The experts of the tokens of the batch, if the steps on it replay them.
+  expert_BTNK: np.ndarray | None
 
 
 def place_rollouts(
@@ -79,6 +81,13 @@ def place_rollouts(
   return batch, seed_BT
 
 
+def context_span(n: int, rollout: Rollout, sizes: RolloutSizes) -> tuple[int, slice]:
+  """(row, positions) of the tokens of the n-th rollout that are read: all but the last."""
+  row, slot = divmod(n, sizes.slots_per_row)
+  first = slot * sizes.slot
+  return row, slice(first, first + len(rollout.prompt.ids) + len(rollout.ids) - 1)
+
+
 def rollout_span(n: int, rollout: Rollout, sizes: RolloutSizes) -> tuple[int, slice]:
   """(row, positions) at which the tokens after the prompt of the n-th rollout are predicted."""
   row, slot = divmod(n, sizes.slots_per_row)
@@ -89,8 +98,11 @@ def rollout_span(n: int, rollout: Rollout, sizes: RolloutSizes) -> tuple[int, sl
 class Verifier:
   """Draws the tokens of a batch by the forward pass of a program's model."""
 
-  def __init__(self, program: Program, batch_shape: tuple[int, int]) -> None:
+  def __init__(
+    self, program: Program, batch_shape: tuple[int, int], *, records_experts: bool
+  ) -> None:
     self._program = program
+    self._records_experts = records_experts
     self._shape = batch_shape
     self._sharding = program.batch_sharding
     replicated = program.sharder.sharding(())
@@ -107,10 +119,14 @@ class Verifier:
     placed, seeds = jax.tree.map(place, (batch, seed_BT))
     return Draws(*jax.device_get(self._draw(params, placed, seeds)))
 
-  def _draw_batch(self, params: PyTree, batch: DeviceBatch, seed_BT: jax.Array) -> Arrays:
+  def _draw_batch(
+    self, params: PyTree, batch: DeviceBatch, seed_BT: jax.Array
+  ) -> tuple[jax.Array | None, ...]:
     model = self._program.model
     training = self._program.spec.training
-    hidden = run_forward(model, params, batch, None, drafts=False)
+    hidden = run_forward(
+      model, params, batch, None, drafts=False, records_experts=self._records_experts
+    )
 
     def draw(states: Arrays, rows: Arrays, heads: tuple[LocalHead, ...]) -> Arrays:
       (x_TD,) = states
@@ -129,7 +145,7 @@ class Verifier:
       behind_T = jnp.max(score_TV, axis=-1) - _at(score_TV, target_T1)
       return drawn_T.astype(jnp.int32), _at(log_prob_TV, target_T1), behind_T
 
-    return token_values(
+    values = token_values(
       draw,
       PredictionHead(hidden.x_BTD, Unembedding(hidden.w_DV, hidden.soft_cap)),
       (batch.targets_BT, batch.position_BT, seed_BT),
@@ -139,6 +155,7 @@ class Verifier:
       # Nothing is differentiated, and the branches of `log_probs` vary over different mesh axes.
       check_vma=False,
     )
+    return *values, hidden.expert_BTNK
 
 
 def _noise(key: jax.Array, num_tokens: int) -> jax.Array:

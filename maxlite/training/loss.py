@@ -14,12 +14,14 @@ from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch, DeviceBatch
+from maxlite.layers.moe import routes
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.layers.moe.receive_buffer import required_factor
 from maxlite.models.decoder import Decoder
 from maxlite.models.decoder_layer import LayerSums
 from maxlite.models.draft import draft_weight
+from maxlite.models.routes import split_routes, stack_routes
 from maxlite.sharding import Sharder
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 from maxlite.sharding.pytree import PyTree
@@ -110,6 +112,8 @@ class Hidden(struct.PyTreeNode):
   soft_cap: float = struct.field(pytree_node=False, default=0.0)
   # The results of the models whose predictions the loss follows.
   teachers: "tuple[Hidden, ...]" = ()
+  # The experts of every token, if they were to be recorded.
+  expert_BTNK: jax.Array | None = None
 
   @property
   def drafted_BTJD(self) -> jax.Array:
@@ -119,7 +123,14 @@ class Hidden(struct.PyTreeNode):
 
 
 def run_forward(
-  model: Decoder, params: PyTree, batch: DeviceBatch, jitter_key: jax.Array | None, *, drafts: bool
+  model: Decoder,
+  params: PyTree,
+  batch: DeviceBatch,
+  jitter_key: jax.Array | None,
+  *,
+  drafts: bool,
+  expert_BTNK: jax.Array | None = None,
+  records_experts: bool = False,
 ) -> Hidden:
   """Run the forward pass.
 
@@ -127,18 +138,28 @@ def run_forward(
     jitter_key: the key of the router's noise; None outside training.
     drafts: whether to run the draft heads or the layers of multi-token prediction too. The results
       of the latter follow those of the blocks.
+    expert_BTNK: the experts that the blocks replay; None: their routers choose. Layers of
+      multi-token prediction always choose.
+    records_experts: whether the result has the experts of the blocks.
   """
+  variables = {"params": params}
+  if expert_BTNK is not None:
+    variables[routes.COLLECTION] = split_routes(expert_BTNK, model.cfg)
   rngs = None
   if jitter_key is not None:
     rngs = {"jitter": jitter_key}
   result: PyTree = model.apply(
-    {"params": params},
+    variables,
     batch.tokens_BT,
     batch.segment_BT,
     batch.position_BT,
     method=model.hidden_and_unembedding,
     rngs=rngs,
+    mutable=[routes.COLLECTION] if records_experts else False,
   )
+  if records_experts:
+    result, recorded = result
+    expert_BTNK = stack_routes(recorded[routes.COLLECTION], model.cfg)
   x_BTD, layers, w_DV = result
   y_BTJD: PyTree = None
   if drafts and model.cfg.mtp_num_layers:
@@ -161,6 +182,7 @@ def run_forward(
     w_DV=w_DV,
     y_BTJD=y_BTJD,
     soft_cap=model.cfg.final_logits_soft_cap,
+    expert_BTNK=expert_BTNK if records_experts else None,
   )
 
 
@@ -262,7 +284,7 @@ class DecoderLoss(LossFunction):
     """Run the forward pass before the unembedding."""
     del extra
     drafts = self.loss.drafts or self.model.cfg.mtp_num_layers > 0
-    return run_forward(self.model, params, batch, key, drafts=drafts)
+    return run_forward(self.model, params, batch, key, drafts=drafts, expert_BTNK=batch.expert_BTNK)
 
   def combine(self, sums: Sums) -> tuple[jax.Array, dict]:
     """Compute the loss; the metrics are its parts, the number of tokens and the experts' load."""

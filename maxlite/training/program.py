@@ -24,6 +24,7 @@ from maxlite.layers.lora import add_missing_modules
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.metrics.flops import train_flops
 from maxlite.models import Decoder
+from maxlite.models.routes import route_shape
 from maxlite.optim import build_optimizer, learning_rate
 from maxlite.optim.labels import (
   Labels,
@@ -272,7 +273,10 @@ class Program:
   def abstract_inputs(self, objective: Objective, shape: tuple[int, int] | None = None) -> PyTree:
     """The inputs of a step of `objective`, on a batch of this shape, as ShapeDtypeStructs."""
     kind = LOSSES[objective.spec.loss].batch
-    batch = abstract_batch(shape or objective.batch_shape, self.batch_sharding, kind)
+    experts = None
+    if objective.spec.replays_routes:
+      experts = route_shape(self.spec.model)
+    batch = abstract_batch(shape or objective.batch_shape, self.batch_sharding, kind, experts)
     return join_inputs(batch, abstract_inputs(self.features))
 
   def with_extra_inputs(self, batch: DeviceBatch) -> PyTree:
@@ -441,6 +445,15 @@ def join_inputs(batch: DeviceBatch | AbstractBatch, extra: dict[str, PyTree]) ->
   if not extra:
     return batch
   return StepInputs(batch, extra)
+
+
+def with_routes(program: Program) -> Program:
+  """The program whose batches have the experts of their tokens, which the steps replay."""
+  objectives = []
+  for each in program.objectives:
+    spec = dataclasses.replace(each.spec, replays_routes=True)
+    objectives.append(dataclasses.replace(each, spec=spec))
+  return dataclasses.replace(program, objectives=tuple(objectives))
 
 
 def inputs_hash(program: Program) -> str:

@@ -20,6 +20,7 @@ from maxlite.config.schema import (
   TrainingConfig,
 )
 from maxlite.optim.schedules import with_schedule_steps
+from maxlite.registry import ROLLOUT_LOSSES
 from maxlite.sharding.compiler_options import DETERMINISTIC_OPTIONS
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
 
@@ -52,6 +53,8 @@ class ObjectiveSpec:
   gradient_accumulation_steps: int
   # The number of updates on each batch.
   repeat_batch: int = 1
+  # Whether batches have the experts of every token (`Batch.expert_BTNK`).
+  replays_routes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ def spec_of(cfg: Config) -> StepSpec:
   """The spec of the training step of `cfg`."""
   phases = phases_of(cfg)
   objectives = []
+  replays_routes = cfg.rollouts.rollout_routes == "replay"
   schedule = None
   if phases:
     # Only a run with phases opens their package.
@@ -112,6 +116,7 @@ def spec_of(cfg: Config) -> StepSpec:
           batches=_sizes_of(phase.data),
           gradient_accumulation_steps=phase.training.gradient_accumulation_steps,
           repeat_batch=phase.repeat_batch,
+          replays_routes=replays_routes and phase.loss in ROLLOUT_LOSSES,
         )
       )
   else:
@@ -123,6 +128,7 @@ def spec_of(cfg: Config) -> StepSpec:
         optimizer=with_schedule_steps(cfg.optimizer, cfg.run.steps),
         batches=_sizes_of(cfg.data),
         gradient_accumulation_steps=cfg.training.gradient_accumulation_steps,
+        replays_routes=replays_routes and cfg.training.loss_type in ROLLOUT_LOSSES,
       )
     )
   return StepSpec(

@@ -97,6 +97,44 @@ def test_fields_of_other_integer_and_float_types_train_the_same(run):
   assert rows == same
 
 
+@pytest.fixture(scope="module")
+def recorded(finished):
+  """(a run without noise, a batch, the batch with its experts)."""
+  run = maxlite.open_run(finished[0] / "run", router_jitter=0)
+  tokens_BT = np.random.default_rng(0).integers(0, 264, (16, 16))
+  batch = maxlite.Batch.of(tokens_BT, np.sort(tokens_BT % 3, axis=1)[:, ::-1])
+  return run, batch, run.with_routes(batch)
+
+
+def test_recorded_experts_give_the_bits_of_the_step_that_chose_them(recorded):
+  run, batch, with_experts = recorded
+  live, rows = run.train_on([batch])
+  replayed, same = run.train_on([with_experts])
+  assert same == rows
+  jax.tree.map(np.testing.assert_array_equal, replayed.params, live.params)
+  shifted = np.roll(with_experts.expert_BTNK, 1, axis=1)
+  _, others = run.train_on([with_experts.replace(expert_BTNK=shifted)])
+  assert others[0]["loss"] != rows[0]["loss"]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda x: x[..., :1], r"experts of a batch are int32 of shape \(16, 16, 1, 1\): give"),
+    (lambda x: x.astype(float), "experts of a batch are float64"),
+    (lambda x: x + 1, "give each token different ones from 0 to 3 in a layer"),
+    (np.zeros_like, "give each token different ones from 0 to 3 in a layer"),
+    (lambda x: None, "some batches have the experts of their tokens"),
+  ],
+)
+def test_experts_that_do_not_fit_are_one_line(recorded, change, message):
+  run, _, with_experts = recorded
+  wrong = with_experts.replace(expert_BTNK=change(with_experts.expert_BTNK))
+  with pytest.raises(maxlite.UserError, match=message) as caught:
+    run.train_on([with_experts, wrong])
+  assert "\n" not in str(caught.value)
+
+
 def test_a_batch_instead_of_a_list_of_batches_is_refused(run):
   with pytest.raises(maxlite.UserError, match=r"write \[batch\]"):
     run.train_on(maxlite.Batch.of(np.ones((16, 16), np.int32)))

@@ -12,6 +12,7 @@ import pytest
 from buffer_mistakes import BUFFER_MISTAKES
 from member_mistakes import MEMBER_MISTAKES
 from mtp_mistakes import MTP_MISTAKES
+from rollout_mistakes import ROLLOUT_MISTAKES
 from rope_mistakes import ROPE_MISTAKES
 from tuning_mistakes import TUNING_MISTAKES
 
@@ -323,6 +324,7 @@ MISTAKES = (
   | MEMBER_MISTAKES
   | TUNING_MISTAKES
   | MTP_MISTAKES
+  | ROLLOUT_MISTAKES
   | ROPE_MISTAKES
 )
 BAD_FILES = {

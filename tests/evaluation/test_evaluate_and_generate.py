@@ -205,6 +205,7 @@ def test_reports_of_compilation_do_not_interrupt_a_completion(finished, monkeypa
     ("prompt_file=none.jsonl", "prompt_file=none.jsonl is not a file"),
     ("prompt_file=none.yml", "prompt_file=none.yml is not a file"),
     ("num_speculative_tokens=1", "exceeds num_draft_heads=0"),
+    ("return_expert_ids=true", "for JSON lines: write prompt_file=FILE"),
     ("max_new_tokens=99", "max_target_length=16, the longest sequence in training"),
   ],
 )
@@ -263,6 +264,18 @@ def test_a_chat_of_several_turns_continues_the_conversation(
   assert output == "".join(f"{answer['text']}\n" for answer in answers)
   one = chat(finished, capsys, monkeypatch, [], "prompt=hi")
   assert one == f"{first}\n"  # without the prompt
+
+
+@pytest.mark.slow
+def test_json_lines_have_the_experts_of_every_token(finished, capsys, tmp_path):
+  file = tmp_path / "prompts.jsonl"
+  file.write_text('{"prompt": "abc"}\n{"prompt": "de"}')
+  argv = [f"base_output_directory={finished[0]}", "run_name=run", "dataset_type=text"]
+  keys = [f"prompt_file={file}", "max_new_tokens=1", "return_expert_ids=true", "add_bos=false"]
+  capsys.readouterr()
+  assert run_generation(config_of_run([*argv, *keys])) == 0
+  rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert [np.shape(row["expert_ids"]) for row in rows] == [(3, 1, 2), (2, 1, 2)]
 
 
 def test_a_chat_needs_a_template(finished, capsys):

@@ -1,6 +1,7 @@
 """Cached decoding equals uncached decoding, for any mesh and any other requests in the batch."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engine import (
@@ -8,6 +9,7 @@ from tiny_engine import (
   MAX_LENGTH,
   PROMPTS,
   SIZE,
+  Characters,
   completions_of,
   config_of,
   greedy_requests,
@@ -15,11 +17,14 @@ from tiny_engine import (
   sharder_of,
 )
 
+from maxlite.data.batch import Batch
 from maxlite.inference.batcher import LENGTH, STOP, Batcher
+from maxlite.inference.detokenizer import stream_completions
 from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.inference.sampling import SamplingParams
 from maxlite.models import Decoder
+from maxlite.training.loss import run_forward
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 ADAPTERS = {"lora_rank": 2}
@@ -70,6 +75,35 @@ def test_a_cancelled_request_frees_its_row_and_affects_no_other(two_rows, greedy
   assert tokens[first] == greedy.completions[2][:2]
   assert tokens[second] == expected[3][0]
   assert tokens[third] == expected[4][0]
+
+
+def test_recorded_experts_are_those_of_one_forward_pass(greedy):
+  """Of prefill and decoding, in rows that others had before, and of a completion that is cut."""
+  engine = greedy.engine(2, {"records_experts": True})
+  batcher = Batcher(engine)
+  requests = greedy_requests()
+  stop = greedy.completions[0][5]  # the first completion ends by the client
+  batcher._steps_per_call = lambda: 3  # so that tokens after it are decoded too
+  for _ in stream_completions(batcher, requests, Characters(), [chr(stop)]):
+    pass
+  model = Decoder(config_of(), sharder_of())
+
+  @jax.jit
+  def forward(tokens_BT):
+    segment_BT = jnp.ones_like(tokens_BT)
+    position_BT = jnp.arange(MAX_LENGTH, dtype=jnp.int32)[None]
+    batch = Batch(tokens_BT, tokens_BT, segment_BT, position_BT, segment_BT)
+    hidden = run_forward(model, greedy.params, batch, None, drafts=False, records_experts=True)
+    return hidden.expert_BTNK
+
+  for request, completion in zip(requests, greedy.completions, strict=True):
+    tokens = [*request.prompt, *completion]
+    found = batcher.expert_ids[request]
+    ends = [completion.index(end) + 1 for end in (stop, greedy.stop_token) if end in completion]
+    assert len(found) == len(request.prompt) + min([*ends, SIZE]) - 1
+    tokens_BT = np.zeros((1, MAX_LENGTH), np.int32)
+    tokens_BT[0, : len(tokens)] = tokens
+    np.testing.assert_array_equal(found, forward(tokens_BT)[0, : len(found)])
 
 
 def test_requests_compile_nothing_after_compile_ahead(two_rows):

@@ -42,6 +42,8 @@ def keys_of(files, **keys):
     "reward_functions": f"[{files}/reward_of_letters.py:letters]",
     "router_jitter": 0,
     "num_iterations": 3,
+    "rollout_routes": "replay",
+    "learning_rate": 0.02,  # so that another policy chooses other experts
     "checkpoint_period": 1,
     **keys,
   }
@@ -76,6 +78,23 @@ def test_the_first_step_on_a_set_is_on_policy_and_the_others_are_not(whole):
   assert {row["step"] for row in rollouts} == {1, 4, 7}
   first = [each for row in rollouts if row["step"] == 1 for each in row["completions"]]
   assert np.mean([each["rewards"]["letters"] for each in first]) == pytest.approx(rewards[0])
+
+
+def test_all_steps_on_a_set_have_the_experts_of_its_policy(whole):
+  """By the load of each expert, and by the experts that are written for every token."""
+  loads = [row["expert_load"] for row in read_rows(whole[0] / "run/expert_load.jsonl")]
+  rows = read_rows(whole[0] / "run/rollouts.jsonl")
+  for step in (1, 4):
+    assert loads[step - 1] == loads[step] == loads[step + 1]
+    load_E = np.zeros(4, int)
+    for row in rows:
+      if row["step"] == step:
+        for completion in row["completions"]:
+          experts = np.asarray(completion["expert_ids"])
+          assert len(experts) == len(row["prompt"]) + len(completion["tokens"])  # BOS, no last
+          load_E += np.bincount(experts.ravel(), minlength=4)
+    np.testing.assert_array_equal(loads[step - 1], [load_E])
+  assert loads[0] != loads[3]
 
 
 @pytest.mark.parametrize("step", [3, 4, 5])
@@ -150,7 +169,7 @@ def test_advantages_compare_the_completions_of_a_prompt(whole):
 
 @pytest.mark.slow
 def test_two_processes_write_the_tokens_of_one(files, tmp_path):
-  keys = keys_of(files) | LIGHT | {"num_iterations": 1, "steps": 2}
+  keys = keys_of(files) | LIGHT | {"decoder_block": "mixtral", "num_iterations": 2, "steps": 2}
   texts = []
   for name, processes in (("one", 1), ("two", 2)):
     folder = tmp_path / name

@@ -60,10 +60,11 @@ def test_truncated_completions_can_have_no_loss():
 
 
 def test_a_set_is_the_same_from_json():
-  before = example()
+  experts = np.arange(2 * 8 * 3 * 2).reshape(2, 8, 3, 2) * 600
+  before = example()._replace(expert_BTNK=experts.astype(np.int32))
   after = RolloutSet.from_json(json.loads(json.dumps(before.to_json())), PROMPTS)
   batches = [
     each.batch(SIZES, (2, 8), is_first=False, masks_truncated=True) for each in (before, after)
   ]
-  for name in ("tokens_BT", "weight_BT", "advantage_BT", "behaviour_BT"):
+  for name in ("tokens_BT", "weight_BT", "advantage_BT", "behaviour_BT", "expert_BTNK"):
     np.testing.assert_array_equal(getattr(batches[0], name), getattr(batches[1], name))

@@ -8,6 +8,8 @@ import pytest
 from support.tiny import mesh_keys
 from support.verified_rollouts import assert_drawn, open_sampler, write_prompts
 
+from maxlite.training.loss import run_forward
+
 slow = pytest.mark.slow
 
 
@@ -53,9 +55,13 @@ def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
   np.testing.assert_allclose(sharded.log_prob_BT, one.log_prob_BT, atol=1e-5)
 
 
-def test_unverified_tokens_are_those_of_the_engine(prompts_file):
+def test_unverified_tokens_are_the_engines_and_their_experts_the_trained_programs(prompts_file):
   sampler, params, prompts = open_sampler(
-    prompts_file, 1.2, jax.devices()[:1], rollout_verification="off"
+    prompts_file,
+    1.2,
+    jax.devices()[:1],
+    rollout_verification="off",
+    rollout_routes="replay",
   )
   rollouts = sampler.sample(params, prompts, [0, 1])
   assert "rollout_agreement" not in rollouts.row
@@ -66,6 +72,17 @@ def test_unverified_tokens_are_those_of_the_engine(prompts_file):
     except AssertionError:
       differing += 1
   assert differing
+  program = sampler._program
+  batch = rollouts.batch(sampler.sizes, program.batch_shape, is_first=True, masks_truncated=False)
+
+  @jax.jit
+  def experts(params, batch):
+    hidden = run_forward(program.model, params, batch, None, drafts=False, records_experts=True)
+    return hidden.expert_BTNK
+
+  real = batch.segment_BT > 0
+  live_BTNK = np.asarray(experts(params, batch))
+  np.testing.assert_array_equal(batch.expert_BTNK[real], live_BTNK[real])
 
 
 ENVIRONMENT = """

@@ -112,6 +112,10 @@ def same_policy(cfg: Config) -> Violations:
     )
   if model.moe.router_jitter:
     yield Violation(["router_jitter", "loss_type"], "is noise in the loss; write router_jitter=0")
+  if cfg.rollouts.rollout_routes == "replay" and not model.family.is_moe:
+    yield Violation(
+      ["rollout_routes", "decoder_block"], "has no experts; write rollout_routes=live"
+    )
   for key in changed_keys(cfg, ["capacity_factor", "ragged_buffer_factor"]):
     yield Violation([key, "loss_type"], f"rollouts drop no tokens of experts; write {key}=-1")
 

@@ -46,6 +46,11 @@ class GenerateConfig:
     0, "Seed of the sampling; the n-th prompt of prompt_file adds n.", low=0
   )
   decode_batch_size: int = field(8, "Maximum number of sequences decoded at once.", low=1)
+  return_expert_ids: bool = field(
+    False,
+    "JSON lines have `expert_ids`, the experts of every token of prompt and completion that was "
+    "read, [tokens, MoE layers, experts per token]: all but the last.",
+  )
   num_speculative_tokens: int = field(
     -1,
     "Tokens that draft heads, or the layers of multi-token prediction, propose per step "

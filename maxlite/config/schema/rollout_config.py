@@ -21,6 +21,12 @@ class RolloutConfig:
     "its token counts; `off`: the tokens of the engine of generation.",
     choices=("exact", "off"),
   )
+  rollout_routes: str = field(
+    "live",
+    "Experts of the tokens in all steps on a set of rollouts: `live`, those that the router "
+    "chooses; `replay`, those that the policy that wrote the set chose, with live weights.",
+    choices=("live", "replay"),
+  )
   rollout_batch_size: int = field(
     -1, "Completions that are written at once; -1: all of a set.", low=-1
   )

@@ -1,7 +1,8 @@
 """The ROUTERS: how a token's experts and their weights follow from the router's logits.
 
-Each is a function (logits_BTE, bias_E, cfg) -> ExpertChoice, listed in registry.py. The bias
-affects the choice of experts only.
+Each is a function (logits_BTE, bias_E, cfg, given_BTK=None) -> ExpertChoice, listed in registry.py.
+The bias affects the choice of experts only. With `given_BTK` there is no choice: these are the
+experts, and their weights follow from the logits as for any others (routes.py).
 """
 
 from typing import NamedTuple
@@ -22,20 +23,24 @@ class ExpertChoice(NamedTuple):
   weight_BTK: jax.Array
 
 
-def softmax_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
+def softmax_topk(
+  logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None = None
+) -> ExpertChoice:
   """The experts with the highest logits, weighted by a softmax over these logits.
 
   Source: Jiang et al., Mixtral of Experts (2024), section 2.1.
   """
   choice_BTE = _biased(logits_BTE, bias_E)
-  expert_BTK = _best(choice_BTE, cfg)
+  expert_BTK = _best(choice_BTE, cfg, given_BTK)
   chosen_logits_BTK = _at(expert_BTK, logits_BTE)
   weight_BTK = jax.nn.softmax(chosen_logits_BTK, axis=-1)
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
-def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
+def topk_softmax(
+  logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None = None
+) -> ExpertChoice:
   """The most probable experts, weighted by their probabilities.
 
   With groups (`group_limited_greedy`), only those whose best expert is most probable.
@@ -46,12 +51,14 @@ def topk_softmax(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> Ex
   probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
   choice_BTE = _biased(probability_BTE, bias_E)
   choice_BTE = _limit_to_groups(choice_BTE, cfg, num_best=1)
-  expert_BTK = _best(choice_BTE, cfg)
+  expert_BTK = _best(choice_BTE, cfg, given_BTK)
   weight_BTK = _weights(probability_BTE, expert_BTK, cfg)
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
-def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig) -> ExpertChoice:
+def sigmoid_group_topk(
+  logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None = None
+) -> ExpertChoice:
   """The experts with the highest affinity within the groups with the highest sum of the two best.
 
   Source: DeepSeek-AI, DeepSeek-V3 (2024), eq. 13 to 16; probabilities as in eq. 19.
@@ -59,7 +66,7 @@ def sigmoid_group_topk(logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig)
   affinity_BTE = jax.nn.sigmoid(logits_BTE)
   choice_BTE = _biased(affinity_BTE, bias_E)
   choice_BTE = _limit_to_groups(choice_BTE, cfg, num_best=2)
-  expert_BTK = _best(choice_BTE, cfg)
+  expert_BTK = _best(choice_BTE, cfg, given_BTK)
   probability_BTE = _normalized(affinity_BTE)
   weight_BTK = _weights(affinity_BTE, expert_BTK, cfg)
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
@@ -89,9 +96,11 @@ def _limit_to_groups(choice_BTE: jax.Array, cfg: MoeConfig, *, num_best: int) ->
   return limited_BTGe.reshape(choice_BTE.shape)
 
 
-def _best(choice_BTE: jax.Array, cfg: MoeConfig) -> jax.Array:
-  """expert_BTK: the experts with the highest `choice_BTE`, best first."""
-  if cfg.use_random_routing:
+def _best(choice_BTE: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None) -> jax.Array:
+  """expert_BTK: the given experts, or those with the highest `choice_BTE`, best first."""
+  if given_BTK is not None:
+    expert_BTK = given_BTK
+  elif cfg.use_random_routing:
     expert_BTK = _round_robin(choice_BTE.shape, cfg.num_experts_per_tok)
   else:
     _, expert_BTK = jax.lax.top_k(choice_BTE, cfg.num_experts_per_tok)

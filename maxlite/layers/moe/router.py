@@ -1,5 +1,8 @@
 """The router: logits, the experts of each token and their weights, and sums for the losses."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -7,7 +10,9 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlite.config.schema import MoeConfig
+from maxlite.errors import UserError
 from maxlite.kernels.numerics import accumulator_dtype
+from maxlite.layers.moe import routes
 from maxlite.layers.moe.expert_choice import is_chosen
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned
@@ -68,7 +73,16 @@ class Router(nn.Module):
       zeros = partitioned(nn.initializers.zeros, ("router",))
       bias_E += self.param("bias", zeros, (cfg.num_experts,), jnp.float32).astype(bias_E.dtype)
     choose_experts = ROUTERS[cfg.router]
+    given_BTK = routes.given(self)
+    if given_BTK is not None:  # without, a router of a plugin needs no such parameter
+      if "given_BTK" not in inspect.signature(choose_experts).parameters:
+        raise UserError(
+          f"router={cfg.router} cannot replay experts: give its function a parameter "
+          "given_BTK=None as docs/examples/plugin.py does, or write rollout_routes=live"
+        )
+      choose_experts = functools.partial(choose_experts, given_BTK=given_BTK)
     probability_BTE, expert_BTK, weight_BTK = choose_experts(logits_BTE, bias_E, cfg)
+    routes.record(self, expert_BTK)
     if self.is_scaled:
       weight_BTK = weight_BTK * self._expert_scale(expert_BTK).astype(weight_BTK.dtype)
     weight_BTK = checkpoint_name(weight_BTK * cfg.routed_scaling_factor, "moe_route")
