@@ -1,6 +1,7 @@
 """Batches are the same on any number of hosts and after a restart."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -495,7 +496,7 @@ def test_sets_of_prompts_are_the_same_after_a_restart(tmp_path):
 
   stream = open_stream()
   sets = [[prompt.fields["answer"] for prompt in next(stream)] for _ in range(8)]
-  assert sorted(sum(sets[:5], [])) == list(range(NUM_DOCUMENTS))  # an epoch
+  assert sorted(itertools.chain.from_iterable(sets[:5])) == list(range(NUM_DOCUMENTS))  # an epoch
   assert sets[0] != sorted(sets[0])
   again = open_stream()
   for _ in range(3):
