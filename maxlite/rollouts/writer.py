@@ -144,8 +144,11 @@ class RolloutWriter:
     if environment is None or len(rollout.answers) + 1 >= self._cfg.rollouts.rollout_turns:
       rollout.end()
       return
-    assert self._chat is not None
-    assert not isinstance(rollout.prompt.text, str)
+    if self._chat is None or isinstance(rollout.prompt.text, str):
+      raise UserError(
+        f"{rollout.prompt.place}: rollout_environment answers conversations, and the prompt is a "
+        'text; write {"prompt": [{"role": "user", "content": "..."}]}, with a chat template'
+      )
     text = self.text(rollout.turn, rollout.prompt.ids)
     messages = [*rollout.prompt.text]
     for answer in rollout.answers:
