@@ -32,7 +32,7 @@ from maxlite.inference.sampling import (
   sample,
   verify,
 )
-from maxlite.inference.scoring import MAX_TOP, TokenScore, score, token_scores
+from maxlite.inference.scoring import MAX_TOP, TokenScore, route, score, token_scores
 from maxlite.layers import cache
 from maxlite.layers.moe import routes
 from maxlite.metrics.waits import report_wait
@@ -163,6 +163,7 @@ class Engine:
     self.num_rows = num_rows
     self.max_length = max_length
     self.num_drafts = num_drafts
+    self.has_experts = model.cfg.family.is_moe
     self.records_experts = records_experts
     self.compile_seconds = 0.0
     self._model = model
@@ -175,11 +176,11 @@ class Engine:
     self._init_state = jax.jit(self._empty_state, out_shardings=self._shardings)
     self._state: DecodeState | None = self._init_state()
     self._cancel = jax.jit(_make_idle, donate_argnums=0, out_shardings=self._shardings)
+    replicated = model.sharder.sharding(())
     self._score = jax.jit(
-      functools.partial(score, model),
-      static_argnums=3,
-      out_shardings=model.sharder.sharding(()),
+      functools.partial(score, model), static_argnums=3, out_shardings=replicated
     )
+    self._route = jax.jit(functools.partial(route, model), out_shardings=replicated)
 
   def check(self, request: GenerationRequest) -> None:
     """Raise UserError if no row can hold the request."""
@@ -268,13 +269,27 @@ class Engine:
       num_top: how many of the most likely tokens each position has at least, up to MAX_TOP.
     """
     num_top = 1 if num_top <= 1 else MAX_TOP
-    # A row for each shard of a batch, as prefill has.
-    token_BT = np.zeros((self.num_shards, self._padded(len(tokens))), np.int32)
-    token_BT[0, : len(tokens)] = tokens
-    length_B = np.where(np.arange(self.num_shards) == 0, len(tokens), 0).astype(np.int32)
+    token_BT, length_B = self._padded_tokens(tokens)
     with report_wait(f"log-probabilities of {token_BT.shape} tokens"):
       scores = jax.device_get(self._score(self._params, token_BT, length_B, num_top))
     return token_scores(scores, 0, list(tokens))
+
+  def route(self, tokens: Sequence[int]) -> np.ndarray:
+    """The experts [S, N, K] of `tokens` in every MoE layer, by a forward pass without a cache.
+
+    The first call for a padded length compiles a program.
+    """
+    token_BT, length_B = self._padded_tokens(tokens)
+    with report_wait(f"experts of {token_BT.shape} tokens"):
+      expert_BTNK = jax.device_get(self._route(self._params, token_BT, length_B))
+    return np.asarray(expert_BTNK[0, : len(tokens)])
+
+  def _padded_tokens(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(token_BT, length_B) with `tokens` as the first row, and a row per shard as prefill has."""
+    token_BT = np.zeros((self.num_shards, self._padded(len(tokens))), np.int32)
+    token_BT[0, : len(tokens)] = tokens
+    length_B = np.where(np.arange(self.num_shards) == 0, len(tokens), 0).astype(np.int32)
+    return token_BT, length_B
 
   def cancel(self, row: int) -> None:
     """Make a row idle."""

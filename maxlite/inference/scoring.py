@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, by a forward pass without a cache."""
+"""Log-probabilities and experts of given tokens, by a forward pass without a cache."""
 
 from typing import NamedTuple, cast
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from maxlite.layers.moe import routes
 from maxlite.models.decoder import Decoder
+from maxlite.models.routes import stack_routes
 from maxlite.sharding.pytree import PyTree
 from maxlite.training.cross_entropy import chunks
 
@@ -87,6 +89,21 @@ def score(
 
   by_chunk = jax.lax.map(score_chunk, (divide(x_BTD), divide(target_BT)))
   return jax.tree.map(join, by_chunk)
+
+
+def route(model: Decoder, params: PyTree, token_BT: jax.Array, length_B: jax.Array) -> jax.Array:
+  """Return expert_BTNK, the experts of the tokens of each row; arguments as of `score`."""
+  column_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
+  segment_BT = (column_BT < length_B[:, None]).astype(jnp.int32)
+  _, recorded = model.apply(
+    {"params": params},
+    token_BT,
+    segment_BT,
+    column_BT,
+    method=model.hidden,
+    mutable=[routes.COLLECTION],
+  )
+  return stack_routes(recorded[routes.COLLECTION], model.cfg)
 
 
 def token_scores(scores: Scores, row: int, tokens: list[int]) -> list[TokenScore | None]:

@@ -13,6 +13,7 @@ import tiny_engine as tiny
 import tokenizers
 from tiny_server import TEMPLATE, Letters, ask, served
 
+from maxlite.data.batch import Batch
 from maxlite.data.tokenizer import ByteTokenizer
 from maxlite.inference.batcher import Batcher
 from maxlite.inference.engine import GenerationRequest
@@ -20,6 +21,7 @@ from maxlite.inference.scoring import TokenScore
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.inference.server.logprobs import Logprobs
 from maxlite.models import Decoder
+from maxlite.training.loss import run_forward
 
 PROMPT = [0, 9, 8, 7]
 TOOLS_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + TEMPLATE
@@ -431,3 +433,19 @@ def test_the_client_of_verifiers_gets_tokens_for_tokens(service, log_probs):
   log_p_TV = log_probs(PROMPT + ids)[len(PROMPT) - 1 : -1]
   expected = log_p_TV[np.arange(len(ids)), ids]
   np.testing.assert_allclose(answer["completion_logprobs"], expected, **CLOSE)
+
+
+def test_a_completion_has_the_experts_of_its_tokens(service, greedy):
+  choice = post(
+    service, prompt=PROMPT, max_tokens=6, seed=4, return_expert_ids=True, return_token_ids=True
+  )["choices"][0]
+  read = PROMPT + choice["token_ids"][:-1]
+  model = Decoder(tiny.config_of(), tiny.sharder_of())
+  batch = Batch.of(np.asarray([read], np.int32))
+
+  @jax.jit
+  def forward(params):
+    hidden = run_forward(model, params, batch, None, drafts=False, records_experts=True)
+    return hidden.expert_BTNK
+
+  np.testing.assert_array_equal(choice["expert_ids"], forward(greedy.params)[0])

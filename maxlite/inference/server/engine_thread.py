@@ -3,25 +3,24 @@
 import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from maxlite.errors import UserError
 from maxlite.inference.batcher import Batcher, TokenEvent
-from maxlite.inference.engine import GenerationRequest
-from maxlite.inference.scoring import TokenScore
+from maxlite.inference.engine import Engine, GenerationRequest
 
+T = TypeVar("T")
 Event = TokenEvent | Exception
 OnEvent = Callable[[Event], None]  # called in the engine's thread
 
 
-class _Scoring(NamedTuple):
-  """Tokens to score, see `Engine.score`, and the future result."""
+class _Call(NamedTuple):
+  """A function of the engine, and the future result."""
 
-  tokens: Sequence[int]
-  num_top: int
-  result: Future[list[TokenScore | None]]
+  function: Callable[[Engine], Any]
+  result: Future
 
 
 class QueueFullError(Exception):
@@ -47,13 +46,14 @@ class EngineThread:
     self._on_ready = on_ready
     self.throughput = batcher.throughput
     self.num_rows = batcher.engine.num_rows
+    self.has_experts = batcher.engine.has_experts
     self.max_active = self.num_rows + queue_size
     self.is_ready = False
     self.compile_error: Exception | None = None  # without programs, no request can be answered
     self._changed = threading.Condition()
     # Guarded by the condition: unfinished requests in order of arrival. The first have rows.
     self._on_event: dict[GenerationRequest, OnEvent] = {}
-    self._scorings: collections.deque[_Scoring] = collections.deque()
+    self._calls: collections.deque[_Call] = collections.deque()
     self._is_closing = False
 
   @contextlib.contextmanager
@@ -98,13 +98,13 @@ class EngineThread:
   @property
   def num_active(self) -> int:
     """Number of requests waiting or in progress."""
-    return len(self._on_event) + len(self._scorings)
+    return len(self._on_event) + len(self._calls)
 
-  def score(self, tokens: Sequence[int], num_top: int) -> Future[list[TokenScore | None]]:
-    """Score the tokens of a finished request between two steps of the others."""
-    result: Future[list[TokenScore | None]] = Future()
+  def call(self, function: Callable[[Engine], T]) -> Future[T]:
+    """Call a function of the engine, such as `Engine.score`, between two steps of requests."""
+    result: Future[T] = Future()
     with self._changed:
-      self._scorings.append(_Scoring(tokens, num_top, result))
+      self._calls.append(_Call(function, result))
       self._changed.notify()
     return result
 
@@ -112,11 +112,11 @@ class EngineThread:
     """End all requests with `error`."""
     self._fail(list(self._on_event), error)
     with self._changed:
-      scorings = list(self._scorings)
-      self._scorings.clear()
-    for scoring in scorings:
-      if scoring.result.set_running_or_notify_cancel():
-        scoring.result.set_exception(error)
+      calls = list(self._calls)
+      self._calls.clear()
+    for call in calls:
+      if call.result.set_running_or_notify_cancel():
+        call.result.set_exception(error)
 
   def cancel(self, *requests: GenerationRequest) -> None:
     """End the requests that have not finished; they receive no further events."""
@@ -141,9 +141,9 @@ class EngineThread:
         if self._is_closing:
           return
         requests = list(self._on_event)[: self._batcher.engine.num_rows]
-        scoring = self._scorings.popleft() if self._scorings else None
-      if scoring is not None:
-        self._score(scoring)
+        call = self._calls.popleft() if self._calls else None
+      if call is not None:
+        self._call(call)
       try:
         events = self._advance(requests)
       except Exception as error:  # of any kind: the waiting clients need an answer
@@ -158,13 +158,13 @@ class EngineThread:
     """Whether there are requests, or rows of requests that ended, or the thread should end."""
     return self._is_closing or self.num_active > 0 or not self._batcher.is_idle
 
-  def _score(self, scoring: _Scoring) -> None:
-    if not scoring.result.set_running_or_notify_cancel():  # its client has disconnected
+  def _call(self, call: _Call) -> None:
+    if not call.result.set_running_or_notify_cancel():  # its client has disconnected
       return
     try:
-      scoring.result.set_result(self._batcher.engine.score(scoring.tokens, scoring.num_top))
+      call.result.set_result(call.function(self._batcher.engine))
     except Exception as error:  # of any kind: the waiting client needs an answer
-      scoring.result.set_exception(error)
+      call.result.set_exception(error)
 
   def _advance(self, requests: list[GenerationRequest]) -> list[TokenEvent]:
     """Give rows to exactly these requests, and return their next tokens."""

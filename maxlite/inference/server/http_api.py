@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -25,7 +25,7 @@ from maxlite.data.tokenizer import Tokenizer, encode_prompt
 from maxlite.errors import UserError
 from maxlite.inference.batcher import LENGTH, STOP, TokenEvent
 from maxlite.inference.detokenizer import Detokenizer, NewText
-from maxlite.inference.engine import GenerationRequest
+from maxlite.inference.engine import Engine, GenerationRequest
 from maxlite.inference.server import openai_schema
 from maxlite.inference.server.engine_thread import EngineThread, Event, OnEvent, QueueFullError
 from maxlite.inference.server.logprobs import Logprobs
@@ -103,6 +103,7 @@ class _Completion:
     return new
 
 
+T = TypeVar("T")
 # (a completion, or None for all of them; its new token, or an error).
 _Queue = asyncio.Queue[tuple[_Completion | None, Event]]
 
@@ -277,6 +278,7 @@ class Api:
       prompts = [self._tokens(openai_schema.transcript(request.messages))]
       stop_strings = (*request.stop_strings, "\nuser:")
       request = dataclasses.replace(request, stop_strings=stop_strings)
+    self._require_experts(request)
     max_tokens = request.max_tokens
     if max_tokens is None:
       longest = max(len(prompt) for prompt in prompts)
@@ -294,6 +296,11 @@ class Api:
           completion.text = self._text(request.prompts[number])
         completions.append(completion)
     return request, completions
+
+  def _require_experts(self, request: CompletionRequest) -> None:
+    """Raise UserError if the request wants experts of a model that has none."""
+    if request.return_expert_ids and not self._engine_thread.has_experts:
+      raise UserError("return_expert_ids: the model has no experts; leave it out")
 
   def _tokens(self, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt."""
@@ -359,15 +366,15 @@ class Api:
     if request.return_token_ids:
       completion.prompt_details["prompt_token_ids"] = prompt
       completion.details["token_ids"] = completion.tokens
-    if request.max_num_top is None:
-      return
     tokens = prompt + completion.tokens
-    try:
-      scoring = self._engine_thread.score(tokens, request.max_num_top)
-      scores = await asyncio.wrap_future(scoring)
-    except Exception as error:  # of any kind, as those of the engine
-      self._measured.generation_errors.inc()
-      raise GenerationError(f"log-probabilities failed: {error}") from None
+    if request.return_expert_ids:
+      read = tokens[:-1] if completion.tokens else prompt
+      experts = await self._call("experts", lambda engine: engine.route(read))
+      completion.details["expert_ids"] = experts.tolist()
+    num_top = request.max_num_top
+    if num_top is None:
+      return
+    scores = await self._call("log-probabilities", lambda engine: engine.score(tokens, num_top))
     logprobs = Logprobs(self._tokenizer, tokens, scores, as_ids=request.tokens_as_ids)
 
     def add() -> None:
@@ -382,6 +389,14 @@ class Api:
 
     async with self._tokenizer_lock:  # in a thread, since many tokens have to be decoded
       await asyncio.to_thread(add)
+
+  async def _call(self, what: str, function: Callable[[Engine], T]) -> T:
+    """Return the result of a function of the engine. Raises GenerationError if it fails."""
+    try:
+      return await asyncio.wrap_future(self._engine_thread.call(function))
+    except Exception as error:  # of any kind, as those of the engine
+      self._measured.generation_errors.inc()
+      raise GenerationError(f"{what} failed: {error}") from None
 
 
 def _usage(completions: list[_Completion]) -> JsonObject:

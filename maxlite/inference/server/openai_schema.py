@@ -112,6 +112,7 @@ class CompletionRequest:
     num_prompt_top: as `num_top`, of the prompts.
     echo: whether a completion begins with its prompt.
     return_token_ids: whether the answer has the ids of prompts and completions.
+    return_expert_ids: whether the answer has the experts of every token that was read.
     tokens_as_ids: whether log-probabilities name tokens by their ids.
   """
 
@@ -131,6 +132,7 @@ class CompletionRequest:
   num_prompt_top: int | None
   echo: bool
   return_token_ids: bool
+  return_expert_ids: bool
   tokens_as_ids: bool
 
   @property
@@ -218,6 +220,7 @@ def parse_request(
     num_prompt_top=_take_top(given, "prompt_logprobs"),
     echo=endpoint is Endpoint.COMPLETIONS and _boolean("echo", given.pop("echo", None)),
     return_token_ids=_boolean("return_token_ids", given.pop("return_token_ids", None)),
+    return_expert_ids=_boolean("return_expert_ids", given.pop("return_expert_ids", None)),
     tokens_as_ids=_boolean(
       "return_tokens_as_token_ids",
       given.pop("return_tokens_as_token_ids", None),
