@@ -183,6 +183,7 @@ _OWN_TEXT = {
   "maxlite/config/load.py",
   "maxlite/convert.py",
   "maxlite/data/sources/template_worker.py",
+  "maxlite/diff.py",
   "maxlite/inference/generation.py",
   "maxlite/metrics/writers.py",  # JSON, which escapes all but ASCII
 }

@@ -7,13 +7,9 @@ from support.verified_rollouts import assert_drawn, open_sampler, write_prompts
 
 from maxlite.config.model_families import MODELS
 
-TESTED = {"llama", "qwen3_next"}  # by default: attention, and a recurrence with experts
 
-
-@pytest.mark.parametrize(
-  "family",
-  [pytest.param(family, marks=[] if family in TESTED else pytest.mark.slow) for family in MODELS],
-)
+@pytest.mark.slow  # tests/rollouts/test_sampler.py has a mixture by default
+@pytest.mark.parametrize("family", MODELS)
 def test_tokens_are_those_of_the_trained_program(family, tmp_path):
   """Of an engine that computes another model, so that most tokens are replaced."""
   keys = tiny_families.TINY | tiny_families.FAMILY_KEYS.get(family, {})

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 from support.host_runs import LIGHT, run
+from support.slow_cases import slow
 from support.tiny import config_of, mesh_keys
 from support.tiny_run import Output, keys_in, last_manifest, logged, parameter_hash, start
 
@@ -97,7 +98,7 @@ def test_all_steps_on_a_set_have_the_experts_of_its_policy(whole):
   assert loads[0] != loads[3]
 
 
-@pytest.mark.parametrize("step", [3, 4, 5])
+@pytest.mark.parametrize("step", [slow(3), 4, slow(5)])
 def test_resumed_at_any_step_it_equals_an_uninterrupted_run(files, whole, tmp_path, step):
   """Before a set is written (3), and between the steps on it (4, 5)."""
   code, _ = start(tmp_path, Output(step, signal.SIGTERM), **keys_of(files))
