@@ -529,6 +529,18 @@ def _distillation(
   return nll, logits_z, divergence
 
 
+def _mean_prediction(
+  temperature: float, states: Sequence[jax.Array], heads: Sequence[LocalHead]
+) -> jax.Array:
+  """log_p_TV of the mean of the teachers' distributions at a temperature, without a gradient."""
+  softened = []
+  for state_TD, head in zip(states, heads, strict=True):
+    logits_TV = local_logits(state_TD, head)
+    softened.append(_log_softmax(logits_TV / temperature, head.vocab_axes))
+  log_p_TV = functools.reduce(jnp.logaddexp, softened) - math.log(len(softened))
+  return jax.lax.stop_gradient(log_p_TV)
+
+
 def _taught(
   temperature: float,
   top_k: int,
@@ -540,19 +552,10 @@ def _taught(
   x_TD, *teacher_states = states
   targets_T, weight_T = rows
   head, *teacher_heads = heads
-
-  def soften(logits_TV: jax.Array) -> jax.Array:
-    return _log_softmax(logits_TV / temperature, head.vocab_axes)
-
   logits_TV, partition_T = _logits(x_TD, head)
   nll, logits_z = _target_sums(logits_TV, partition_T, targets_T, weight_T, head.vocab_axes)
-  log_q_TV = soften(logits_TV)
-  softened = []
-  for state_TD, teacher_head in zip(teacher_states, teacher_heads, strict=True):
-    teacher_logits_TV, _ = _logits(state_TD, teacher_head)
-    softened.append(soften(teacher_logits_TV))
-  log_p_TV = functools.reduce(jnp.logaddexp, softened) - math.log(len(softened))
-  log_p_TV = jax.lax.stop_gradient(log_p_TV)
+  log_q_TV = _log_softmax(logits_TV / temperature, head.vocab_axes)
+  log_p_TV = _mean_prediction(temperature, teacher_states, teacher_heads)
   if top_k:
     log_p_TV = _keep_top(log_p_TV, top_k, head.vocab_axes)
   p_TV = jnp.exp(log_p_TV)
@@ -578,12 +581,7 @@ def _diverging(
   logits_z = jnp.sum(weight_T * jnp.square(partition_T))
   log_q_TV = _log_softmax(logits_TV / temperature, head.vocab_axes)
   nll = -jnp.sum(weight_T * _target_logits(log_q_TV, targets_T, head.vocab_axes))
-  log_ps = []
-  for state_TD, teacher_head in zip(teacher_states, teacher_heads, strict=True):
-    teacher_logits_TV, _ = _logits(state_TD, teacher_head)
-    log_ps.append(_log_softmax(teacher_logits_TV / temperature, head.vocab_axes))
-  log_p_TV = functools.reduce(jnp.logaddexp, log_ps) - math.log(len(log_ps))
-  log_p_TV = jax.lax.stop_gradient(log_p_TV)
+  log_p_TV = _mean_prediction(temperature, teacher_states, teacher_heads)
   if beta == 0:
     excess_TV = jnp.exp(log_p_TV) * (log_p_TV - log_q_TV)
   elif beta == 1:
