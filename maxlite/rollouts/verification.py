@@ -141,9 +141,12 @@ class Verifier:
       key_T = keys_at(jax.vmap(jax.random.key)(seed_T), position_T + 1)
       score_TV = log_prob_TV + jax.vmap(_noise, (0, None))(key_T, logits_TV.shape[1])
       target_T1 = targets_T[:, None]
-      drawn_T = jnp.argmax(score_TV, axis=-1)
-      behind_T = jnp.max(score_TV, axis=-1) - _at(score_TV, target_T1)
-      return drawn_T.astype(jnp.int32), _at(log_prob_TV, target_T1), behind_T
+      best_T1 = jnp.max(score_TV, axis=-1, keepdims=True)
+      behind_T = best_T1[:, 0] - _at(score_TV, target_T1)
+      # The first of the best, as of argmax, which XLA does not vectorize on CPUs.
+      token_1V = jnp.arange(score_TV.shape[1], dtype=jnp.int32)[None]
+      drawn_T = jnp.min(jnp.where(score_TV == best_T1, token_1V, score_TV.shape[1]), axis=-1)
+      return drawn_T, _at(log_prob_TV, target_T1), behind_T
 
     values = token_values(
       draw,
