@@ -52,7 +52,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
     results.append(sampler.sample(jax.device_get(params), prompts, [0, 1]))
   one, sharded = results
   assert [each.ids for each in sharded.rollouts] == [each.ids for each in one.rollouts]
-  np.testing.assert_allclose(sharded.log_prob_BT, one.log_prob_BT, atol=1e-5)
+  np.testing.assert_allclose(sharded.log_prob_NC, one.log_prob_NC, atol=1e-5)
 
 
 def test_unverified_tokens_are_the_engines_and_their_experts_the_trained_programs(prompts_file):
