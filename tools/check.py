@@ -34,9 +34,11 @@ ROWS = (
   {"evaluation", "auditing"},
   {"runs"},
   {"inference", "planning", "ensemble"},
+  {"adapters"},
   {"rollouts"},
   {"hf"},
   {"api"},
+  {"tinker"},
 )
 # Likewise the folders of maxlite/ensemble: the files beside them are the API and the commands.
 ROWS_OF_ENSEMBLE = (

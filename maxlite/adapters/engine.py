@@ -1,0 +1,469 @@
+"""An engine of low-rank adapters on one frozen base, each in a slot with its own optimizer.
+
+The rows of a call may belong to any slots. A compiled loop takes one row at a time: it reads the
+adapter of the row's slot, computes the row's loss and gradient, and adds the gradient to the
+slot's. The length to which a row is padded follows from the row alone, and a slot's rows are added
+in their order. Therefore the bits of an adapter do not depend on the other slots: not on their
+number, order, ranks or failures, and not on how its rows are divided into calls.
+
+Source: Hu et al., LoRA (2021), section 4.1.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from flax.linen import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from maxlite.adapters.datum import Datum, Row, check_datum, stack_rows
+from maxlite.adapters.losses import loss_of_row
+from maxlite.config.layer_stacks import layer_specs
+from maxlite.config.schema import LoraConfig, ModelConfig
+from maxlite.errors import UserError
+from maxlite.kernels.numerics import apply_soft_cap
+from maxlite.layers.lora import ADAPTER, drop_modules, merge_lora
+from maxlite.models import Decoder
+from maxlite.optim.labels import logical_names
+from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
+
+ROWS_PER_CALL = 16  # which the arrays of a compiled call have room for
+_LOGITS_POSITIONS = 256  # whose logits are in memory at once
+_UNEMBED = ("unembed",)
+# Parts of a model that an adapter may leave out, in the order of `scale_P`.
+_ATTENTION, _MLP, _HEAD = range(3)
+
+Path = tuple[str, ...]
+Factors = dict[Path, Any]  # of all modules, by the path of the parameter
+
+
+class AdapterSpec(NamedTuple):
+  """What an adapter is made of, without its values."""
+
+  rank: int = 32
+  seed: int = 0
+  train_attn: bool = True
+  train_mlp: bool = True
+  train_unembed: bool = True
+
+
+class AdamW(NamedTuple):
+  """Hyperparameters of one step, as in `torch.optim.AdamW`.
+
+  `grad_clip_norm` bounds the global norm of the gradient; 0: no bound.
+  """
+
+  learning_rate: float = 1e-4
+  beta1: float = 0.9
+  beta2: float = 0.95
+  eps: float = 1e-12
+  weight_decay: float = 0.0
+  grad_clip_norm: float = 0.0
+
+
+@struct.dataclass
+class AdapterState:
+  """The state of an adapter, on the host; or of all slots, with a leading axis.
+
+  Attributes:
+    factors: float32, zero beyond the adapter's rank.
+    gradients: the sum since the last update.
+    mu, nu: the moments of AdamW.
+    count: number of updates.
+    scale_P: alpha / rank for each part of the model, 0 for one that is not adapted.
+  """
+
+  factors: Any
+  gradients: Any
+  mu: Any
+  nu: Any
+  count: Any
+  scale_P: Any
+
+
+class RowResult(NamedTuple):
+  """The loss of a datum, and the log-probabilities [nats] of its targets, shaped like them."""
+
+  loss: float
+  log_probs: np.ndarray
+
+
+class AdapterEngine:
+  """Trains up to `num_slots` adapters at a time on a frozen model.
+
+  Args:
+    cfg: of the base; adapters that it already has are merged into its weights.
+    sharder: of the mesh of `params`.
+    params: the base's parameters.
+    num_slots: adapters on the device at once.
+    max_rank: the bound of ranks; factors have this size, whatever the rank.
+    max_length: of rows [tokens].
+    alpha: adapters are scaled by alpha / rank.
+    adapts_experts: whether routed experts get adapters, a part of the MLP.
+
+  Raises:
+    UserError: the mesh divides rows, of which a step has one.
+  """
+
+  def __init__(
+    self,
+    cfg: ModelConfig,
+    sharder: Sharder,
+    params: Mapping[str, PyTree],
+    *,
+    num_slots: int,
+    max_rank: int,
+    max_length: int,
+    alpha: float = 32.0,
+    adapts_experts: bool = True,
+  ) -> None:
+    for axis in ("activation_batch", "activation_length"):
+      if sharder.num_shards(axis) > 1:
+        raise UserError(
+          "adapters are computed a row at a time, which the mesh would divide: set "
+          "ici_tensor_parallelism=-1 to use several devices, and all other degrees to 1"
+        )
+    if cfg.lora.lora_rank:
+      params = merge_lora(params, cfg.lora.lora_alpha)
+    params = drop_modules(params)
+    if cfg.logits_via_embedding:  # the adapter of the unembedding must not change the embedding
+      table = cast(Any, params["embed"])["embedding"]
+      params = params | {"unembed": {"kernel": table.T}}
+    # Without what differs between training and generation, and with a scale of 1: each slot's is
+    # an array.
+    self.base_cfg = dataclasses.replace(
+      cfg,
+      logits_via_embedding=False,
+      num_draft_heads=0,
+      mtp_num_layers=0,
+      quantization="",
+      lora=LoraConfig(),
+      moe=dataclasses.replace(
+        cfg.moe, capacity_factor=-1.0, ragged_buffer_factor=-1.0, router_jitter=0.0
+      ),
+    )
+    has_experts = adapts_experts and cfg.family.is_moe
+    lora = LoraConfig(lora_rank=max_rank, lora_alpha=max_rank, lora_experts=has_experts)
+    self.base_params = params
+    self.num_slots = num_slots
+    self.max_rank = max_rank
+    self.max_length = max_length
+    self.alpha = alpha
+    self._model = Decoder(dataclasses.replace(self.base_cfg, lora=lora), sharder)
+    boxed = jax.eval_shape(self._draw_all, jax.random.key(0))
+    names = flatten_dict(logical_names(boxed))
+    self._rank_axes = {path: names[path].index("lora_rank") for path in _adapter_paths(names)}
+    mixers = {layer.mixer.name for layer in layer_specs(cfg)}
+    self._parts = {path: _part_of(path, mixers) for path in self._rank_axes}
+    self._init = jax.jit(self._new_factors)
+    self._forward_rows = jax.jit(self._forward_loop)
+    self._gradient_rows = jax.jit(self._gradient_loop, donate_argnums=1)
+    self._update = jax.jit(_update_slot, donate_argnums=0)
+    self._write = jax.jit(_write_slot, donate_argnums=0)
+    self._read = jax.jit(_read_slot)
+    self._merge = jax.jit(self._merged)
+    one = jax.eval_shape(self._new_state, np.uint32(0), np.int32(1), np.zeros(3, np.float32))
+    self._empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), one)
+    self._slots = jax.tree.map(
+      lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), self._empty
+    )
+
+  def new_adapter(self, spec: AdapterSpec) -> AdapterState:
+    """The state of a new adapter, on the host; the model with it equals its base.
+
+    Raises:
+      UserError: the rank is out of bounds, or the adapter has no part.
+    """
+    if not 1 <= spec.rank <= self.max_rank:
+      raise UserError(
+        f"rank={spec.rank} of the adapter must be from 1 to {self.max_rank}, the server's "
+        "max_lora_rank"
+      )
+    parts = (spec.train_attn, spec.train_mlp, spec.train_unembed)
+    if not any(parts):
+      raise UserError("an adapter without parts: set train_attn, train_mlp or train_unembed")
+    scale_P = np.asarray(parts, np.float32) * np.float32(self.alpha / spec.rank)
+    factors = self._init(np.uint32(spec.seed % 2**32), np.int32(spec.rank), scale_P)
+    return self._empty.replace(factors=jax.device_get(factors), scale_P=scale_P)
+
+  def fits(self, state: AdapterState) -> bool:
+    """Whether a state, which may be of another engine, has the shapes of this one's adapters."""
+    if jax.tree.structure(state) != jax.tree.structure(self._empty):
+      return False
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(self._empty), strict=True)
+    return all(np.shape(leaf) == empty.shape for leaf, empty in leaves)
+
+  def join(self, slot: int, state: AdapterState) -> None:
+    """Put an adapter into a slot, in place of all that the slot has."""
+    self._slots = self._write(self._slots, np.int32(slot), state)
+
+  def leave(self, slot: int) -> AdapterState:
+    """Take the adapter out of a slot, which is cleared."""
+    state = self.read(slot)
+    self.join(slot, self._empty)
+    return state
+
+  def read(self, slot: int) -> AdapterState:
+    """The state of a slot, on the host."""
+    return jax.device_get(self._read(self._slots, np.int32(slot)))
+
+  def check(self, datum: Datum) -> None:
+    """Raise UserError unless the engine can compute the datum's loss."""
+    check_datum(datum, self.base_cfg.vocab_size, self.max_length)
+
+  def forward(self, rows: Sequence[tuple[int, Datum]]) -> list[RowResult]:
+    """Compute losses and log-probabilities of data by the adapters of their slots."""
+    return self._call(rows, trains=False)
+
+  def forward_backward(self, rows: Sequence[tuple[int, Datum]]) -> list[RowResult]:
+    """As `forward`; also add the gradients of the losses to those of the slots."""
+    return self._call(rows, trains=True)
+
+  def update(self, slot: int, hyperparameters: AdamW) -> float:
+    """Take a step with a slot's gradient and clear it; returns the norm of the gradient.
+
+    If the norm is not finite, only the gradient is cleared.
+
+    Raises:
+      UserError: a hyperparameter is out of range.
+    """
+    check_hyperparameters(hyperparameters)
+    numbers = AdamW(*(np.float32(number) for number in hyperparameters))
+    self._slots, norm = self._update(self._slots, np.int32(slot), numbers)
+    return float(norm)
+
+  def merged(self, state: AdapterState) -> PyTree:
+    """The base's parameters with the product of an adapter's factors added, of `base_cfg`."""
+    return self._merge(self.base_params, state.factors, state.scale_P)
+
+  def _call(self, rows: Sequence[tuple[int, Datum]], *, trains: bool) -> list[RowResult]:
+    results: dict[int, RowResult] = {}
+    remaining = list(range(len(rows)))
+    while remaining:
+      chosen = _choose_rows(rows, remaining)
+      data = [rows[n][1] for n in chosen]
+      slots = np.zeros(ROWS_PER_CALL, np.int32)
+      slots[: len(chosen)] = [rows[n][0] for n in chosen]
+      arguments = (stack_rows(data, ROWS_PER_CALL), slots, np.int32(len(chosen)))
+      if trains:
+        self._slots, outputs = self._gradient_rows(self.base_params, self._slots, *arguments)
+      else:
+        outputs = self._forward_rows(self.base_params, self._slots, *arguments)
+      loss_M, log_prob_MTK = jax.device_get(outputs)
+      for n, datum, loss, log_prob_TK in zip(chosen, data, loss_M, log_prob_MTK, strict=False):
+        num_targets = datum.targets.size // len(datum.tokens)
+        of_datum = log_prob_TK[: len(datum.tokens), :num_targets]
+        results[n] = RowResult(float(loss), of_datum.reshape(datum.targets.shape))
+      remaining = [n for n in remaining if n not in results]
+    return [results[n] for n in range(len(rows))]
+
+  def _gradient_loop(
+    self, base: PyTree, slots: AdapterState, rows_M: Row, slot_M: jax.Array, num_rows: jax.Array
+  ) -> tuple[AdapterState, tuple[jax.Array, jax.Array]]:
+    def body(n: jax.Array, carry: tuple) -> tuple:
+      gradients, outputs = carry
+      row = jax.tree.map(lambda leaf: leaf[n], rows_M)
+      factors = jax.tree.map(lambda leaf: leaf[slot_M[n]], slots.factors)
+
+      def loss_of(factors: Factors) -> tuple[jax.Array, jax.Array]:
+        return self._row_loss(base, factors, slots.scale_P[slot_M[n]], row)
+
+      (loss, log_prob_TK), gradient = jax.value_and_grad(loss_of, has_aux=True)(factors)
+      gradients = jax.tree.map(
+        lambda total, leaf: total.at[slot_M[n]].add(leaf), gradients, gradient
+      )
+      return gradients, _with_row(outputs, n, loss, log_prob_TK)
+
+    start = (slots.gradients, _no_outputs(rows_M))
+    gradients, outputs = jax.lax.fori_loop(0, num_rows, body, start)
+    return slots.replace(gradients=gradients), outputs
+
+  def _forward_loop(
+    self, base: PyTree, slots: AdapterState, rows_M: Row, slot_M: jax.Array, num_rows: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    def body(n: jax.Array, outputs: tuple) -> tuple:
+      row = jax.tree.map(lambda leaf: leaf[n], rows_M)
+      factors = jax.tree.map(lambda leaf: leaf[slot_M[n]], slots.factors)
+      return _with_row(outputs, n, *self._row_loss(base, factors, slots.scale_P[slot_M[n]], row))
+
+    return jax.lax.fori_loop(0, num_rows, body, _no_outputs(rows_M))
+
+  def _row_loss(
+    self, base: PyTree, factors: Factors, scale_P: jax.Array, row: Row
+  ) -> tuple[jax.Array, jax.Array]:
+    """(loss, log_prob_TK) of a row, with log-probabilities of 0 beyond its tokens."""
+    scaled = self._scaled(factors, scale_P)
+    head_a, head_b = (scaled.pop((*_UNEMBED, name)) for name in ADAPTER)
+    params = unflatten_dict(flatten_dict(base) | scaled)
+    position_T = jnp.arange(len(row.tokens_T), dtype=jnp.int32)
+    segment_T = (position_T < row.length).astype(jnp.int32)
+    hidden: PyTree = self._model.apply(
+      {"params": params},
+      row.tokens_T[None],
+      segment_T[None],
+      position_T[None],
+      method=self._model.hidden,
+    )
+    x_TD = hidden[0][0]
+    unembedding: PyTree = self._model.apply({"params": params}, method=self._model.unembedding)
+    w_DV = unembedding.astype(x_TD.dtype)
+
+    @jax.checkpoint
+    def log_probs(x_tD: jax.Array, targets_tK: jax.Array) -> jax.Array:
+      logits_tV = jnp.matmul(x_tD, w_DV, preferred_element_type=jnp.float32)
+      low_tR = x_tD @ head_a.astype(x_tD.dtype)
+      logits_tV += jnp.matmul(low_tR, head_b.astype(x_tD.dtype), preferred_element_type=jnp.float32)
+      logits_tV = apply_soft_cap(logits_tV, self.base_cfg.final_logits_soft_cap)
+      return jnp.take_along_axis(jax.nn.log_softmax(logits_tV), targets_tK, axis=1)
+
+    size = min(_LOGITS_POSITIONS, len(row.tokens_T))
+    divide = lambda leaf: leaf.reshape(-1, size, leaf.shape[1])  # noqa: E731
+    log_prob_NtK = jax.lax.map(
+      lambda chunk: log_probs(*chunk), (divide(x_TD), divide(row.targets_TK))
+    )
+    log_prob_TK = log_prob_NtK.reshape(row.targets_TK.shape)
+    log_prob_TK = jnp.where(segment_T[:, None] > 0, log_prob_TK, 0)
+    return loss_of_row(row.loss, log_prob_TK, row.inputs), log_prob_TK
+
+  def _scaled(self, factors: Factors, scale_P: jax.Array) -> Factors:
+    """The factors with every second one times the scale of its part of the model."""
+    scaled = {}
+    for path, leaf in factors.items():
+      scaled[path] = leaf
+      if ADAPTER[1] in path:
+        scaled[path] = leaf * scale_P[self._parts[path]]
+    return scaled
+
+  def _draw_all(self, key: jax.Array) -> dict[str, PyTree]:
+    """Random parameters of a model with adapters, with logical axis names."""
+    cfg = self.base_cfg
+    tokens_BT = jnp.zeros((1, 1), jnp.int32)
+    params: PyTree = self._model.init(key, tokens_BT)["params"]
+    a_DR = jax.nn.initializers.lecun_normal()(key, (cfg.base_emb_dim, self.max_rank))
+    b_RV = jnp.zeros((self.max_rank, cfg.vocab_size))
+    of_head = {
+      ADAPTER[0]: meta.Partitioned(a_DR, ("embed", "lora_rank")),
+      ADAPTER[1]: meta.Partitioned(b_RV, ("lora_rank", "vocab")),
+    }
+    return params | {"unembed": params["unembed"] | of_head}
+
+  def _new_factors(self, seed: jax.Array, rank: jax.Array, scale_P: jax.Array) -> Factors:
+    """Random first factors and zeros, without what is beyond the rank or in no part."""
+    drawn = flatten_dict(meta.unbox(self._draw_all(jax.random.key(seed))))
+    factors = {}
+    for path, axis in self._rank_axes.items():
+      leaf = drawn[path].astype(jnp.float32)
+      shape = [1] * leaf.ndim
+      shape[axis] = self.max_rank
+      is_used = (jnp.arange(self.max_rank) < rank) & (scale_P[self._parts[path]] > 0)
+      factors[path] = jnp.where(is_used.reshape(shape), leaf, 0)
+    return factors
+
+  def _new_state(self, seed: jax.Array, rank: jax.Array, scale_P: jax.Array) -> AdapterState:
+    factors = self._new_factors(seed, rank, scale_P)
+    zeros = jax.tree.map(jnp.zeros_like, factors)
+    return AdapterState(factors, zeros, zeros, zeros, jnp.zeros((), jnp.int32), scale_P)
+
+  def _merged(self, base: PyTree, factors: Factors, scale_P: jax.Array) -> PyTree:
+    scaled = self._scaled(factors, scale_P)
+    head_a, head_b = (scaled.pop((*_UNEMBED, name)) for name in ADAPTER)
+    params = merge_lora(unflatten_dict(flatten_dict(base) | scaled), self.max_rank)
+    kernel: PyTree = params["unembed"]
+    kernel = kernel["kernel"]
+    # `Decoder.unembedding` divides the kernel by it.
+    change = jnp.float32(self.base_cfg.logits_scaling) * (head_a @ head_b)
+    return params | {"unembed": {"kernel": (kernel + change).astype(kernel.dtype)}}
+
+
+def check_hyperparameters(hyper: AdamW) -> None:
+  """Raise UserError if a hyperparameter is out of range or NaN."""
+  for name in ("beta1", "beta2"):
+    value = getattr(hyper, name)
+    if not 0 <= value < 1:
+      raise UserError(f"{name}={value} must be 0 or above and below 1")
+  if not hyper.eps > 0:  # parameters without a gradient would become 0 / 0
+    raise UserError(f"eps={hyper.eps} must be above 0")
+  for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+    value = getattr(hyper, name)
+    if not 0 <= value < float("inf"):
+      raise UserError(f"{name}={value} must be 0 or above, and finite")
+
+
+def _adapter_paths(paths: Mapping[Path, object]) -> list[Path]:
+  return [path for path in paths if not set(path).isdisjoint(ADAPTER)]
+
+
+def _part_of(path: Path, mixers: set[str]) -> int:
+  if path[0] == _UNEMBED[0]:
+    return _HEAD
+  return _MLP if mixers.isdisjoint(path) else _ATTENTION
+
+
+def _choose_rows(rows: Sequence[tuple[int, Datum]], remaining: Sequence[int]) -> list[int]:
+  """The numbers of the next rows of one shape; none overtakes another row of its slot."""
+  shape = rows[remaining[0]][1].shape
+  chosen: list[int] = []
+  waiting: set[int] = set()
+  for n in remaining:
+    slot, datum = rows[n]
+    if slot not in waiting and datum.shape == shape and len(chosen) < ROWS_PER_CALL:
+      chosen.append(n)
+    else:
+      waiting.add(slot)
+  return chosen
+
+
+def _no_outputs(rows_M: Row) -> tuple[jax.Array, jax.Array]:
+  targets_MTK = rows_M.targets_TK
+  return jnp.zeros(len(targets_MTK)), jnp.zeros(targets_MTK.shape)
+
+
+def _with_row(
+  outputs: tuple[jax.Array, jax.Array], n: jax.Array, loss: jax.Array, log_prob_TK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  loss_M, log_prob_MTK = outputs
+  return loss_M.at[n].set(loss), log_prob_MTK.at[n].set(log_prob_TK)
+
+
+def _read_slot(slots: AdapterState, slot: jax.Array) -> AdapterState:
+  return jax.tree.map(lambda leaf: leaf[slot], slots)
+
+
+def _write_slot(slots: AdapterState, slot: jax.Array, state: AdapterState) -> AdapterState:
+  return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), slots, state)
+
+
+def _update_slot(
+  slots: AdapterState, slot: jax.Array, hyper: AdamW
+) -> tuple[AdapterState, jax.Array]:
+  """(slots, norm of the gradient) after a step of AdamW of one slot."""
+  old = _read_slot(slots, slot)
+  norm = optax.tree.norm(old.gradients)
+  bounds = (hyper.grad_clip_norm > 0) & (norm > hyper.grad_clip_norm)
+  factor = jnp.where(bounds, hyper.grad_clip_norm / norm, 1)
+  gradients = jax.tree.map(lambda leaf: leaf * factor, old.gradients)
+  count = old.count + 1
+  time = count.astype(jnp.float32)
+  mu = jax.tree.map(
+    lambda mean, leaf: hyper.beta1 * mean + (1 - hyper.beta1) * leaf, old.mu, gradients
+  )
+  nu = jax.tree.map(
+    lambda mean, leaf: hyper.beta2 * mean + (1 - hyper.beta2) * leaf**2, old.nu, gradients
+  )
+
+  def stepped(leaf: jax.Array, mean: jax.Array, square: jax.Array) -> jax.Array:
+    root = jnp.sqrt(square / (1 - hyper.beta2**time))
+    update = mean / (1 - hyper.beta1**time) / (root + hyper.eps)
+    return leaf - hyper.learning_rate * (update + hyper.weight_decay * leaf)
+
+  factors = jax.tree.map(stepped, old.factors, mu, nu)
+  new = old.replace(factors=factors, mu=mu, nu=nu, count=count)
+  new = jax.tree.map(lambda after, before: jnp.where(jnp.isfinite(norm), after, before), new, old)
+  new = new.replace(gradients=jax.tree.map(jnp.zeros_like, old.gradients))
+  return _write_slot(slots, slot, new), norm
