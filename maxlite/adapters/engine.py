@@ -170,9 +170,7 @@ class AdapterEngine:
     self._merge = jax.jit(self._merged)
     one = jax.eval_shape(self._new_state, np.uint32(0), np.int32(1), np.zeros(3, np.float32))
     self._empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), one)
-    self._slots = jax.tree.map(
-      lambda leaf: jnp.zeros((num_slots, *leaf.shape), leaf.dtype), self._empty
-    )
+    self.reset()
 
   def new_adapter(self, spec: AdapterSpec) -> AdapterState:
     """The state of a new adapter, on the host; the model with it equals its base.
@@ -191,6 +189,16 @@ class AdapterEngine:
     scale_P = np.asarray(parts, np.float32) * np.float32(self.alpha / spec.rank)
     factors = self._init(np.uint32(spec.seed % 2**32), np.int32(spec.rank), scale_P)
     return self._empty.replace(factors=jax.device_get(factors), scale_P=scale_P)
+
+  def empty(self) -> AdapterState:
+    """The state of an adapter that changes nothing."""
+    return self._empty
+
+  def reset(self) -> None:
+    """Clear all slots, since a failed program may have consumed them."""
+    self._slots = jax.tree.map(
+      lambda leaf: jnp.zeros((self.num_slots, *leaf.shape), leaf.dtype), self._empty
+    )
 
   def fits(self, state: AdapterState) -> bool:
     """Whether a state, which may be of another engine, has the shapes of this one's adapters."""

@@ -31,6 +31,7 @@ _OWN_SECTIONS = {
   "evaluate": ("run", "observe"),
   "generate": ("run", "generate"),
   "serve": ("run", "serve", "generate"),
+  "tinker": ("run", "serve"),
   "plan": ("plan", "mesh"),
   "audit": ("audit", "mesh"),
   "convert": ("convert",),

@@ -62,6 +62,7 @@ _TRAINING_DATA = {
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}
+_ADAPTERS = {"max_loras", "max_lora_rank", "served_model_name"}
 _OTHER_COMMANDS = _keys_of(PlanConfig, AuditConfig, ConvertConfig, TokenizerConfig)
 _IMPORT = _ALL - _OTHER_COMMANDS - _keys_of(HostsConfig) - {"member", "load_checkpoint"}
 _TRAIN = _ALL - _OTHER_COMMANDS - _keys_of(ServeConfig) - {"eval_documents", "member"}
@@ -85,8 +86,11 @@ READ_KEYS: dict[str, set[str]] = {
   | {"max_prefill_predict_length", "rollout_temperature", "max_completion_length", "phases"}
   | {"global_batch_size", "per_device_batch_size", "init_weights_seed", "output_path"},
   "maxlite.serve": _INFERENCE
-  | _keys_of(ServeConfig)
+  | (_keys_of(ServeConfig) - _ADAPTERS)
   | {"decode_batch_size", "num_speculative_tokens"},
+  "maxlite.tinker": _INFERENCE
+  | (_keys_of(ServeConfig) - {"serve_queue_size"})
+  | {"decode_batch_size"},
   "maxlite.tokenizer": _keys_of(DataConfig, TokenizerConfig)
   | {"vocab_size", "base_output_directory", "plugins", "trust_plugins"},
   # Keys of training are those of `train_on`.

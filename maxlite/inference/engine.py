@@ -578,7 +578,7 @@ class Engine:
     """
     column_1T = jnp.arange(new_BT.shape[1], dtype=jnp.int32)[None]
     is_new_BT = (new_BT != NO_TOKEN) & (column_1T < state.remaining_B[:, None])
-    is_stop_BT = jnp.isin(new_BT, jnp.asarray(self.stop_token_ids)) & is_new_BT
+    is_stop_BT = jnp.isin(new_BT, jnp.asarray(self.stop_token_ids, jnp.int32)) & is_new_BT
     num_stops_BT = jnp.cumsum(is_stop_BT.astype(jnp.int32), axis=1)
     is_new_BT &= (num_stops_BT == 0) | ((num_stops_BT == 1) & is_stop_BT)
     num_left_B = state.remaining_B - jnp.sum(is_new_BT, axis=1, dtype=jnp.int32)

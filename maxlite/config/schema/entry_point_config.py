@@ -61,7 +61,7 @@ class GenerateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-  """The server of `maxlite.serve`."""
+  """The servers of `maxlite.serve` and `maxlite.tinker`."""
 
   serve_host: str = machine_field(
     "127.0.0.1", "Address to bind; by default only this machine has access."
@@ -78,6 +78,17 @@ class ServeConfig:
   )
   serve_api_key: str = machine_field(
     "", "Key that clients must send; empty: that in MAXLITE_SERVE_API_KEY, or none.", secret=True
+  )
+  max_loras: int = machine_field(
+    8, "Adapters that `maxlite.tinker` keeps on the device; others wait in host memory.", low=1
+  )
+  max_lora_rank: int = machine_field(
+    32, "Bound of the ranks of adapters in `maxlite.tinker`; each takes the memory of it.", low=1
+  )
+  served_model_name: str = machine_field(
+    "",
+    "Name under which clients of `maxlite.tinker` ask for the base model, such as `Qwen/Qwen3-8B`; "
+    "empty: run_name.",
   )
 
 

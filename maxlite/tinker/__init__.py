@@ -1,0 +1,1 @@
+"""A local server for the official `tinker` client: `python -m maxlite.tinker`."""
