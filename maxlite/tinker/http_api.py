@@ -258,6 +258,7 @@ class Api:
     self, key: str, session_id: str, model_id: str, seq_id: int, kind: str, body: JsonObject | bytes
   ) -> Request:
     """Store a request before it is acknowledged; one that comes again is found again."""
+    await self._require_session(session_id)
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     if await asyncio.to_thread(self._store.num_open, session_id) >= _MAX_OPEN:
       raise HTTPException(429, f"the session has {_MAX_OPEN} open requests: wait for some")
@@ -267,6 +268,10 @@ class Api:
     if is_new:
       self._worker.submit(request)
     return request
+
+  async def _require_session(self, session_id: str) -> None:
+    if not await asyncio.to_thread(self._store.touch_session, session_id):
+      raise HTTPException(404, f"there is no session {session_id}, or it has ended")
 
   async def _retrieve(self, http: HttpRequest) -> Response:
     """Answer a result, or 408 after a while."""
@@ -298,6 +303,7 @@ class Api:
     body = await _read_json(http)
     session_id = _text(body, "session_id")
     sampler_id = sampler_id_of(session_id, _number(body, "sampling_session_seq_id"))
+    await self._require_session(session_id)
     path = body.get("model_path")
     state = self._empty
     if path is not None:

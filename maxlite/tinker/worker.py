@@ -138,19 +138,27 @@ class Worker:
 
   def _run(self) -> None:
     try:
-      for session_id in self._store.sessions():
-        self._store.touch_session(session_id)
-      self._restore()
-      for request in self._store.open_requests():
-        self._admit(request)
+      self.resume()
       while not self._is_closing:
-        self._receive()
-        self._train()
-        self._sample()
+        self.process()
     except Exception as error:  # of any kind: the main thread ends the server
       self.error = error
       log.exception("the worker has failed")
       self._on_failure()
+
+  def resume(self) -> None:
+    """Go on from what is in the store."""
+    for session_id in self._store.sessions():
+      self._store.touch_session(session_id)
+    self._recover()
+    for request in self._store.open_requests():
+      self._admit(request)
+
+  def process(self) -> None:
+    """Process the next requests of every model, and the samples of one; waits for some."""
+    self._receive()
+    self._train()
+    self._sample()
 
   # Arrival.
 
@@ -315,7 +323,7 @@ class Worker:
         result = process(request)
       except UserError as error:
         result = Result.failure(str(error))
-      except (KeyError, TypeError, ValueError, OverflowError) as error:
+      except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         result = Result.failure(f"the request is malformed: {type(error).__name__}: {error}")
       self._store.finish(request, result)
       model = self._models.get(request.model_id)
@@ -409,6 +417,8 @@ class Worker:
   def _create(self, request: Request) -> Result:
     """Make a model, new or of a checkpoint."""
     body = request.json()
+    if not self._store.touch_session(request.session_id):
+      raise UserError(f"there is no session {request.session_id}, or it has ended")
     optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
     if optimizer != "adamw":
       raise UserError(f"optimizer_config: type={optimizer!r} is not available: use adamw")
@@ -540,6 +550,8 @@ def _hyperparameters(request: Request) -> AdamW:
   if body.get("optimizer_params") is not None:
     raise UserError("optimizer_params are of another optimizer than the model's: use AdamParams")
   given = body.get("adam_params") or {}
+  if not isinstance(given, dict):
+    raise UserError(f"adam_params={given!r} must be an object")
   unknown = sorted(given.keys() - {*AdamW._fields, "type"})
   if unknown:
     raise UserError(f"adam_params: {unknown[0]} is not known: use {', '.join(AdamW._fields)}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from tiny_adapters import MIXTURE, bits_of, datum_of, engine_of
+from support.tiny_adapters import MIXTURE, bits_of, datum_of, engine_of
 
 from maxlite.adapters.datum import Datum
 from maxlite.adapters.engine import AdamW, AdapterSpec
