@@ -11,6 +11,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from maxlite.api.arguments import to_arguments
+from maxlite.api.stepwise import (
+  LossOfLogProbs,
+  check_stepwise,
+  cross_entropy,
+  gradient_program,
+  log_prob_program,
+  update_program,
+)
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config import Config, load_config, read_saved
 from maxlite.config.command_line import CommandLine
@@ -32,7 +40,7 @@ from maxlite.runs.open_run import open_weights
 from maxlite.runs.run import train_model
 from maxlite.runs.saved_run import check_saved, run_folder
 from maxlite.sharding.pytree import PyTree
-from maxlite.step.train_state import averaged_params
+from maxlite.step.train_state import TrainState, averaged_params
 from maxlite.storage.json_values import JsonObject
 from maxlite.training.callbacks import Callback
 from maxlite.training.loss import run_forward
@@ -50,6 +58,8 @@ class Run:
   params: PyTree
   ema_params: PyTree | None = None  # moving averages; None without `ema_decay`
   stopped: str = ""  # why training ended before the last step; empty if it did not
+  gradients: PyTree | None = None  # by `forward_backward` since the last update; None: zero
+  state: TrainState | None = None  # after `update`; None: a new one
 
   def __repr__(self) -> str:
     """A line for notebooks: the step, the last losses and the folder, without the parameters."""
@@ -148,6 +158,66 @@ class Run:
 
     expert_BTNK = choose(self.params, self.program.place(checked))
     return checked.replace(expert_BTNK=np.asarray(expert_BTNK))
+
+  def forward(self, batch: Batch | ArrayLike) -> np.ndarray:
+    """Return log_prob_BT [nats] of the targets of a batch.
+
+    Args:
+      batch: as of `train_on`.
+    """
+    placed = self.program.place(self._checked(batch))
+    return np.asarray(log_prob_program(self.program)(self.params, placed))
+
+  def forward_backward(
+    self, batch: Batch | ArrayLike, loss: LossOfLogProbs = cross_entropy
+  ) -> tuple["Run", float, np.ndarray]:
+    """Add the gradient of a loss, which the next `update` applies.
+
+    Args:
+      batch: as of `train_on`.
+      loss: a function of log_prob_BT of the targets and of the batch; by default the sum of the
+        cross-entropy over tokens. Each function is compiled once.
+
+    Returns:
+      The run with the gradient, the loss, and log_prob_BT.
+
+    Raises:
+      UserError: a step of the run is more than a loss and an update; or as `train_on`.
+    """
+    check_stepwise(self.program)
+    placed = self.program.place(self._checked(batch))
+    gradient = gradient_program(self.program, loss)
+    gradients, value, log_prob_BT = gradient(self.params, self.gradients, placed)
+    return dataclasses.replace(self, gradients=gradients), float(value), np.asarray(log_prob_BT)
+
+  def update(self) -> tuple["Run", Row]:
+    """Take a step of the run's optimizer with the gradients of `forward_backward`.
+
+    The first update starts from a new state of the optimizer, as `train_on` does.
+
+    Returns:
+      The run after the step, without gradients, and a row of metrics.
+
+    Raises:
+      UserError: there is no gradient.
+    """
+    if self.gradients is None:
+      raise UserError("update() has no gradients: call forward_backward(...) first")
+    state = self.state
+    if state is None:
+      params = jax.tree.map(jnp.copy, self.params)
+      state = self.program.init(self.config.run.init_weights_seed, params)
+    state, metrics = update_program(self.program)(state, self.gradients)
+    after = dataclasses.replace(
+      self,
+      step=self.step + 1,
+      params=state.params,
+      ema_params=averaged_params(state),
+      stopped="",
+      gradients=None,
+      state=state,
+    )
+    return after, step_row(int(state.step), jax.device_get(metrics))
 
   def train_on(self, batches: Iterable[Batch | ArrayLike]) -> tuple["Run", list[Row]]:
     """Train on given batches in memory: a step per batch, from a new state of the optimizer.
