@@ -71,6 +71,8 @@ setup(
     "s3": ["s3fs>=2025.9"],
     "gcs": ["gcsfs>=2025.9"],
     "serve": ["starlette>=0.49", "uvicorn>=0.38"],
+    # The client that the tests of `maxlite.tinker` run.
+    "tinker": ["tinker>=0.38", "starlette>=0.49", "uvicorn>=0.38"],
     # JAX's own extras, which install the compilers that match its version.
     "tpu": ["jax[tpu]>=0.10.2"],
     "cuda": [
@@ -116,6 +118,7 @@ setup(
       "maxlite-evaluate=maxlite.evaluate:main",
       "maxlite-generate=maxlite.generate:main",
       "maxlite-serve=maxlite.serve:main",
+      "maxlite-tinker=maxlite.tinker.__main__:main",
       "maxlite-plan=maxlite.plan:main",
       "maxlite-convert=maxlite.convert:main",
     ]

@@ -54,7 +54,7 @@ class ForwardBackwardRequest(NamedTuple):
 
 
 def read_header(body: bytes) -> ForwardBackwardHeader:
-  """Read the fields that number a request, whatever its data are.
+  """Read the fields that number a request, even if what follows them is broken.
 
   Raises:
     WireError: it has no number.
@@ -62,13 +62,17 @@ def read_header(body: bytes) -> ForwardBackwardHeader:
   model_id = ""
   seq_id = 0
   forward_only = False
-  for number, value in read_fields(body):
-    if number == 1:
-      model_id = as_text(value)
-    elif number == 2:
-      seq_id = as_int(value)
-    elif number == 6:
-      forward_only = as_int(value) != 0
+  try:
+    for number, value in read_fields(body):
+      if number == 1:
+        model_id = as_text(value)
+      elif number == 2:
+        seq_id = as_int(value)
+      elif number == 6:
+        forward_only = as_int(value) != 0
+  except WireError:
+    if not model_id or not seq_id:
+      raise
   if not model_id or not 0 < seq_id < 2**31:
     raise WireError("a request without model_id and seq_id")
   return ForwardBackwardHeader(model_id, seq_id, forward_only)

@@ -281,6 +281,23 @@ def test_joining_and_leaving_compiles_nothing(engine):
   assert compiled == []
 
 
+def test_merged_weights_are_those_of_the_formula(engine):
+  """W + alpha / rank A B, with alpha = 32."""
+  state = engine.new_adapter(AdapterSpec(rank=2, seed=4))
+  rng = np.random.default_rng(0)
+  factors = {path: np.float32(rng.normal(size=leaf.shape)) for path, leaf in state.factors.items()}
+  merged = flatten_dict(engine.merged(state.replace(factors=factors)))
+  base = flatten_dict(engine.base_params)
+  for module in (("layers", "mlp", "wo"), ("layers", "attention", "query"), ("unembed",)):
+    ends = ((), ()) if module == ("unembed",) else (("kernel",), ("kernel",))
+    a = factors[(*module, "lora_a", *ends[0])]
+    b = factors[(*module, "lora_b", *ends[1])]
+    kernel = (*module, "kernel")
+    b = b.reshape(*b.shape[: a.ndim - 1], -1)
+    want = base[kernel] + 16 * (a @ b).reshape(base[kernel].shape)
+    np.testing.assert_allclose(merged[kernel], want, rtol=1e-4, atol=1e-4)
+
+
 def test_several_targets_per_token(engine):
   engine.join(0, engine.new_adapter(SPECS[1]))
   one = datum_of(4, length=6)

@@ -96,7 +96,8 @@ def client_is_busy(server, client, ids):
 @pytest.mark.parametrize(
   "seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9)]]
 )
-def test_clients_get_the_bits_of_solo_runs_whatever_happens(tmp_path, machine, seed):
+def test_clients_get_the_bits_of_solo_runs_whatever_happens(tmp_path, machine, seed, monkeypatch):
+  monkeypatch.setattr(worker_module, "_STORE_EVERY", 1 + seed % 3)
   clients = clients_of(seed)
   alone = [run_alone(tmp_path / client.session_id, machine, client) for client in clients]
   failed = [b'"error"' in result for results, _ in alone for result in results]
@@ -246,3 +247,20 @@ def test_more_models_than_slots(tmp_path, machine):
     submit(alone, client, client._update(1e-2))
     submit(alone, client, client._numbered("save_weights", {"path": "last"}))
     assert state_bits(alone.store, client) == want
+
+
+def test_a_sampler_keeps_the_weights_of_its_snapshot(tmp_path, machine):
+  server, client = open_client(tmp_path, machine)
+  submit(server, client, client._train([datum_of(1)]))
+  submit(server, client, client._update(1e-1))
+  save = {"sampling_session_seq_id": 0}
+  assert submit(server, client, client._numbered("save_weights_for_sampler", save)).media == JSON
+  client.rng = np.random.default_rng(5)
+  before = submit(server, client, client._sample(5))
+  submit(server, client, client._train([datum_of(2)]))
+  submit(server, client, client._update(1e-1))
+  client.rng = np.random.default_rng(5)
+  key, owner, _, kind, body = client._sample(5)
+  after = submit(server, client, (key + "again", owner, 6, kind, body))
+  assert before.media == PROTOBUF
+  assert before == after
