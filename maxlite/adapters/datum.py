@@ -125,7 +125,7 @@ def _padded(datum: Datum, num_positions: int, num_targets: int) -> Row:
   num_tokens = len(datum.tokens)
 
   def of_targets(values: np.ndarray | None, dtype: type) -> np.ndarray:
-    padded = np.zeros((num_positions, num_targets), dtype)
+    padded: np.ndarray = np.zeros((num_positions, num_targets), dtype)
     if values is not None:
       columns = values.reshape(num_tokens, -1)
       padded[:num_tokens, : columns.shape[1]] = columns

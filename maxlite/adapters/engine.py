@@ -67,8 +67,7 @@ class AdamW(NamedTuple):
   grad_clip_norm: float = 0.0
 
 
-@struct.dataclass
-class AdapterState:
+class AdapterState(struct.PyTreeNode):
   """The state of an adapter, on the host; or of all slots, with a leading axis.
 
   Attributes:
@@ -202,10 +201,11 @@ class AdapterEngine:
 
   def fits(self, state: AdapterState) -> bool:
     """Whether a state, which may be of another engine, has the shapes of this one's adapters."""
-    if jax.tree.structure(state) != jax.tree.structure(self._empty):
+    try:
+      same = jax.tree.map(lambda leaf, empty: np.shape(leaf) == empty.shape, state, self._empty)
+    except ValueError:  # other modules
       return False
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(self._empty), strict=True)
-    return all(np.shape(leaf) == empty.shape for leaf, empty in leaves)
+    return all(jax.tree.leaves(same))
 
   def join(self, slot: int, state: AdapterState) -> None:
     """Put an adapter into a slot, in place of all that the slot has."""
@@ -242,7 +242,7 @@ class AdapterEngine:
       UserError: a hyperparameter is out of range.
     """
     check_hyperparameters(hyperparameters)
-    numbers = AdamW(*(np.float32(number) for number in hyperparameters))
+    numbers = jax.tree.map(np.float32, hyperparameters)
     self._slots, norm = self._update(self._slots, np.int32(slot), numbers)
     return float(norm)
 
@@ -355,7 +355,7 @@ class AdapterEngine:
     params: PyTree = self._model.init(key, tokens_BT)["params"]
     a_DR = jax.nn.initializers.lecun_normal()(key, (cfg.base_emb_dim, self.max_rank))
     b_RV = jnp.zeros((self.max_rank, cfg.vocab_size))
-    of_head = {
+    of_head: dict[str, PyTree] = {
       ADAPTER[0]: meta.Partitioned(a_DR, ("embed", "lora_rank")),
       ADAPTER[1]: meta.Partitioned(b_RV, ("lora_rank", "vocab")),
     }

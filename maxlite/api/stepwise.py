@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxlite.data.batch import DeviceBatch
 from maxlite.errors import UserError
@@ -82,7 +81,7 @@ def update_program(program: Program) -> Callable[[TrainState, PyTree], StepResul
     trained, _ = split(state.params, program.objectives[0].labels)
     gradients = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), gradients, trained)
     # Its loss is only asked whether it is finite, as the gradients are too.
-    result = GradientResult(gradients, np.float32(0), {}, state.collections)
+    result = GradientResult(gradients, jnp.zeros(()), {}, state.collections)
     return parts.update(state, result)
 
   return jax.jit(update)

@@ -36,7 +36,7 @@ from maxlite.tinker.wire import (
   text_field,
 )
 
-_DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+_DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32 = 1
 
 

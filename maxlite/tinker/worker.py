@@ -12,6 +12,7 @@ computed again: as their bits do not depend on what else runs, the gradient is t
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -220,6 +221,7 @@ class Worker:
     if model.slot is None:
       if None not in self._slots:
         self._take_out(next(iter(self._recent)))
+      assert model.parked is not None
       model.slot = self._slots.index(None)
       self._slots[model.slot] = model
       self._engine.join(model.slot, model.parked)
@@ -228,15 +230,17 @@ class Worker:
     return model.slot
 
   def _take_out(self, model: _Model) -> None:
+    assert model.slot is not None
     model.parked = self._engine.leave(model.slot)
     self._slots[model.slot] = None
     self._recent.pop(model, None)
     model.slot = None
 
   def _state(self, model: _Model) -> AdapterState:
-    if model.slot is None:
-      return model.parked
-    return self._engine.read(model.slot)
+    if model.slot is not None:
+      return self._engine.read(model.slot)
+    assert model.parked is not None
+    return model.parked
 
   # Training.
 
@@ -264,7 +268,7 @@ class Worker:
         together = models[start : start + len(self._slots)]
         self._compute([each for each in requests if each[0] in together], kind)
     for model, request in others:
-      self._answer(request, lambda request, model=model: self._process(model, request))
+      self._answer(request, functools.partial(self._process, model))
 
   def _compute(self, requests: Sequence[tuple[_Model, Request]], kind: str) -> None:
     """Compute requests of several models in one call, and store their results."""
