@@ -11,6 +11,7 @@ from maxlite.adapters.losses import LOSSES, LossInputs
 from maxlite.errors import UserError
 
 MIN_LENGTH = 32  # of padded rows, which have this length times a power of two
+_MAX_TARGETS = 1024  # per token
 # Inputs that a loss needs in addition to the targets.
 POLICY_INPUTS = ("logprobs", "advantages")
 NEEDS = {
@@ -81,6 +82,8 @@ def check_datum(datum: Datum, vocab_size: int, max_length: int) -> None:
       f"target_tokens has the shape {shape}, but its datum has {num_tokens} tokens: give one "
       "target, or K, per token"
     )
+  if datum.targets.size > _MAX_TARGETS * num_tokens:
+    raise UserError(f"target_tokens has the shape {shape}: give at most {_MAX_TARGETS} per token")
   for name, ids in (("a datum", datum.tokens), ("target_tokens", datum.targets)):
     if ids.min() < 0 or ids.max() >= vocab_size:
       raise UserError(

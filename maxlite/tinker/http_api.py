@@ -144,6 +144,8 @@ class Api:
   ) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def guarded(http: HttpRequest) -> Response:
       given = http.headers.get("x-api-key", "").encode()
+      if not given:  # as of a web page, which cannot send this header to another origin
+        raise HTTPException(401, "send a key as X-API-Key (TINKER_API_KEY)")
       if self._api_key and not hmac.compare_digest(given, self._api_key.encode()):
         raise HTTPException(401, "send the server's API key as X-API-Key (TINKER_API_KEY)")
       self._loop = asyncio.get_running_loop()

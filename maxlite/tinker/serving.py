@@ -43,6 +43,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     tokenizer = None
     if not SOURCES.entry(cfg.data.dataset_type).is_synthetic:
       tokenizer = open_text_tokenizer(cfg)
+    store = Store(run_folder(cfg).directory / _DATABASE)
     program, params = open_trained(cfg)
     max_length = cfg.data.max_target_length
     engine = AdapterEngine(
@@ -69,7 +70,6 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
   )
   _compile_ahead(engine)
   base_model = cfg.serve.served_model_name or cfg.run.run_name
-  store = Store(run_folder(cfg).directory / _DATABASE)
   worker = Worker(store, engine, sampler, base_model)
   api = Api(
     store,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlite.adapters.engine import AdapterState
+from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
 
 JSON = "application/json"
@@ -75,15 +76,26 @@ class Result(NamedTuple):
 
 
 class Store:
-  """A database of one server, used by several threads."""
+  """A database of one server, used by several threads.
+
+  Raises:
+    UserError: another server uses the database.
+  """
 
   def __init__(self, path: Path) -> None:
     self._lock = threading.RLock()
-    self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    self._database.execute("PRAGMA journal_mode=WAL")
-    self._database.execute("PRAGMA synchronous=FULL")
-    self._database.execute("PRAGMA auto_vacuum=INCREMENTAL")
-    self._database.executescript(_SCHEMA)
+    self._database = sqlite3.connect(path, timeout=1, check_same_thread=False, isolation_level=None)
+    try:
+      self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
+      self._database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+      self._database.execute("PRAGMA journal_mode=WAL")
+      self._database.execute("PRAGMA synchronous=FULL")
+      self._database.executescript(_SCHEMA)
+    except sqlite3.OperationalError as error:
+      self._database.close()
+      raise UserError(
+        f"{path}: {error}: if another server of this run is active, end it first"
+      ) from None
 
   def close(self) -> None:
     with self._lock:
@@ -142,6 +154,13 @@ class Store:
   def finish(self, request: Request, result: Result) -> None:
     self._all(
       "UPDATE requests SET result = ?, media = ? WHERE number = ?",
+      *(result.body, result.media, request.number),
+    )
+
+  def refuse(self, request: Request, result: Result) -> None:
+    """Finish a request that has no place among those of its model, as if it had no number."""
+    self._all(
+      "UPDATE requests SET result = ?, media = ?, seq_id = NULL, body = x'' WHERE number = ?",
       *(result.body, result.media, request.number),
     )
 

@@ -53,7 +53,6 @@ class _Model:
   # Whether a request to add to the gradient has failed since the last update.
   has_failed: bool = False
   updates: int = 0  # since the state was stored
-  last_seq: int = 0  # of the last request that was processed
   pending: dict[int, Request] = dataclasses.field(default_factory=dict)
   waiting_since: float = 0.0
 
@@ -189,15 +188,10 @@ class Worker:
       return
     model = self._models.get(request.model_id)
     if model is None:
-      self._finish(request, Result.failure(f"there is no model {request.model_id}"))
+      self._refuse(request, f"there is no model {request.model_id}")
     elif request.seq_id < model.next_seq:
-      self._finish(
-        request,
-        Result.failure(
-          f"request {request.seq_id} of {request.model_id} arrived after request "
-          f"{model.next_seq - 1} was processed"
-        ),
-      )
+      last = model.next_seq - 1
+      self._refuse(request, f"request {request.seq_id} arrived after request {last} was processed")
     else:
       model.pending[request.seq_id] = request
       model.waiting_since = time.monotonic()
@@ -337,6 +331,10 @@ class Worker:
 
   def _finish(self, request: Request, result: Result) -> None:
     self._store.finish(request, result)
+    self._on_result(request.request_id)
+
+  def _refuse(self, request: Request, message: str) -> None:
+    self._store.refuse(request, Result.failure(message))
     self._on_result(request.request_id)
 
   def _process(self, model: _Model, request: Request) -> Result:

@@ -14,8 +14,9 @@ from scripted_clients import (
 )
 from support.tiny_adapters import datum_of
 
+from maxlite.errors import UserError
 from maxlite.tinker import worker as worker_module
-from maxlite.tinker.store import JSON, PROTOBUF
+from maxlite.tinker.store import JSON, PROTOBUF, Store
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 
@@ -161,6 +162,10 @@ def test_a_late_request_fails_and_a_gap_is_not_waited_for_for_ever(tmp_path, mac
   monkeypatch.setattr(worker_module, "_GAP_SECONDS", -1.0)
   assert submit(server, client, second).media == PROTOBUF
   assert "arrived after request 2" in error_of(submit(server, client, missing))
+  # What was refused is not part of what a restart computes again.
+  server.kill()
+  server = Server(tmp_path, *machine)
+  assert "grad_norm" in json.loads(submit(server, client, client._update(1e-3)).body)["metrics"]
 
 
 def test_a_session_that_ends_frees_its_slot_and_keeps_its_checkpoints(tmp_path, machine):
@@ -225,6 +230,7 @@ def test_data_that_are_not_a_message_fail_their_future(tmp_path, machine):
   assert submit(server, client, client._numbered("save_weights", {"path": "x"})).media == JSON
 
 
+@pytest.mark.slow
 def test_more_models_than_slots(tmp_path, machine):
   """Models wait in host memory with their gradients, and leave nothing in a slot."""
   server, _ = open_client(tmp_path, machine, "m0")
@@ -264,3 +270,10 @@ def test_a_sampler_keeps_the_weights_of_its_snapshot(tmp_path, machine):
   after = submit(server, client, (key + "again", owner, 6, kind, body))
   assert before.media == PROTOBUF
   assert before == after
+
+
+def test_two_servers_of_a_run_are_refused(tmp_path, machine):
+  open_client(tmp_path, machine)
+  database = tmp_path / "tinker.sqlite"
+  with pytest.raises(UserError, match="locked: if another server of this run is active, end it"):
+    Store(database)
