@@ -9,6 +9,7 @@ COMMANDS = {
   "maxlite.generate": "complete prompts",
   "maxlite.rollout": "complete prompts, verify every token, and reward the completions",
   "maxlite.serve": "serve a run over HTTP, with OpenAI's API and a web page",
+  "maxlite.tinker": "serve a run as the base of adapters, to the Tinker client",
   "maxlite.tokenizer": "train a tokenizer on the data of a run",
   "maxlite.plan": "print memory, FLOPs and communication of a training step, without the hardware",
   "maxlite.audit": "compare the step of a config over meshes and other choices, in a tiny model",
