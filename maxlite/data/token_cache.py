@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,14 +51,26 @@ _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 log = get_logger(__name__)
 
 
+class IdReader(Protocol):
+  """Ids on disk, read on access; worker processes get copies."""
+
+  def read(self, offset: int, count: int) -> np.ndarray:
+    """Read ids [offset, offset + count)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """One split on disk; `digest` changes if any id or length does."""
+  """The documents of one split, on disk; `digest` changes if any id or length does."""
 
-  path: Path
-  dtype: np.dtype
+  file: IdReader
   digest: str
-  lengths: np.ndarray  # ids per document
+  offsets: np.ndarray  # first id of each document in the file
+  lengths: np.ndarray  # ids of each document
+
+  @staticmethod
+  def contiguous(file: IdReader, digest: str, lengths: np.ndarray) -> "Tokens":
+    """Return documents that follow each other from the start of a file."""
+    return Tokens(file, digest, np.cumsum(lengths) - lengths, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +151,8 @@ def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
   tokens = {}
   for name in SPLITS:
     files = _split_files(folder, name)
-    tokens[name] = Tokens(
-      path=files.ids,
-      dtype=dtype,
-      digest=meta["digests"][name],
-      lengths=np.load(files.lengths),
+    tokens[name] = Tokens.contiguous(
+      TokenFile(files.ids, dtype), meta["digests"][name], np.load(files.lengths)
     )
   return TokenizedData(
     train=tokens["train"],
@@ -346,15 +355,16 @@ def _remove_stale(cache_directory: Path, kept: Path) -> None:
 
 
 class TokenFile:
-  """The ids of a split, read from disk on access."""
+  """The ids of a file of integers from byte `start` on."""
 
-  def __init__(self, tokens: Tokens) -> None:
-    self._path = tokens.path
-    self._dtype = tokens.dtype
+  def __init__(self, path: Path, dtype: np.dtype, start: int = 0) -> None:
+    self.path = path
+    self.dtype = dtype
+    self._start = start
     self._open()
 
   def _open(self) -> None:
-    self._file = os.open(self._path, os.O_RDONLY)
+    self._file = os.open(self.path, os.O_RDONLY)
     weakref.finalize(self, os.close, self._file)
 
   def __setstate__(self, state: dict[str, object]) -> None:
@@ -363,9 +373,12 @@ class TokenFile:
 
   def read(self, offset: int, count: int) -> np.ndarray:
     """Read ids [offset, offset + count)."""
-    id_bytes = self._dtype.itemsize
+    id_bytes = self.dtype.itemsize
     num_bytes = count * id_bytes
-    data = os.pread(self._file, num_bytes, offset * id_bytes)
+    data = os.pread(self._file, num_bytes, self._start + offset * id_bytes)
     if len(data) != num_bytes:
-      raise UserError(f"{self._path} was cut short: remove its folder and start again")
-    return np.frombuffer(data, self._dtype)
+      raise UserError(
+        f"{self.path} was cut short: restore it, or remove the folder of a token cache, and start "
+        "again"
+      )
+    return np.frombuffer(data, self.dtype)
