@@ -149,6 +149,14 @@ def _has_prompts(cfg: Config) -> bool:
   return any(source.has_prompts for source in _sources(cfg))
 
 
+def _has_token_ids(cfg: Config) -> bool:
+  return any(source.has_token_ids for source in _sources(cfg))
+
+
+def _has_text(cfg: Config) -> bool:
+  return not all(source.has_token_ids or source.is_synthetic for source in _sources(cfg))
+
+
 def _holds_out(cfg: Config) -> bool:
   return not all(source.has_prompts for source in _sources(cfg))
 
@@ -220,6 +228,18 @@ _CONDITIONS = (
   _Condition(["max_prefill_predict_length"], _has_prompts, "write dataset_type=prompts"),
   _Condition(
     ["eval_fraction", "eval_split", "eval_dataset_path"], _holds_out, "no prompts are held out"
+  ),
+  _Condition(["token_dtype", "document_end_id"], _has_token_ids, "write dataset_type=tokens"),
+  _Condition(["on_bad_row"], _has_text, "write dataset_type=text, or another source with rows"),
+  _Condition(
+    ["megatron_num_samples", "megatron_split", "reset_attention_mask", "eod_mask_loss"],
+    lambda cfg: cfg.data.megatron_order,
+    "write megatron_order=true",
+  ),
+  _Condition(
+    ["eval_fraction", "eval_split"],
+    lambda cfg: not cfg.data.megatron_order,
+    "write megatron_split",
   ),
   _Condition(["text_column"], _has_text_column, "write dataset_type=jsonl, parquet or arrow"),
   _Condition(

@@ -34,7 +34,7 @@ def open_source(
   open_rows = SOURCES[cfg.dataset_type]
   source: DataSource = open_rows(cfg, vocab_size, cache_directory)
   holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
-  if SOURCES.entry(cfg.dataset_type).has_prompts:
+  if SOURCES.entry(cfg.dataset_type).has_prompts or cfg.megatron_order:
     holds_out = False
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
   if by_content and not _has_both_splits(source, evaluates):

@@ -311,4 +311,9 @@ def test_ids_above_16_bits_are_preserved(tmp_path):
     tokenizer=TextTokenizer(Wide()),
     cache_directory=tmp_path,
   )
-  assert np.fromfile(data.train.file.path, data.train.file.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]
+  assert np.fromfile(data.train.file.path, data.train.file.dtype).tolist() == [
+    69_998,
+    66_097,
+    66_098,
+    69_999,
+  ]

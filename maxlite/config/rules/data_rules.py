@@ -18,6 +18,7 @@ from maxlite.registry import SOURCES, TOKENIZERS, other_dataset_type
 from maxlite.storage.file_io import expand_glob
 from maxlite.storage.tokenizer_files import FOLDER, MAIN_FILES
 
+_SPLIT = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -25,8 +26,9 @@ def tokenizer(cfg: Config) -> Violations:
   """The rules on the tokenizer and its file."""
   data = cfg.data
   entry = TOKENIZERS.entry(data.tokenizer_type)
-  is_synthetic = SOURCES.entry(data.dataset_type).is_synthetic
-  if cfg.model.vocab_size < entry.min_vocab_size and not is_synthetic:
+  source = SOURCES.entry(data.dataset_type)
+  has_own_ids = source.is_synthetic or source.has_token_ids
+  if cfg.model.vocab_size < entry.min_vocab_size and not has_own_ids:
     yield Violation(
       ["vocab_size", "tokenizer_type"],
       f"{entry.units} need {entry.min_vocab_size} ids; write vocab_size={entry.min_vocab_size}",
@@ -118,6 +120,42 @@ def batches(cfg: Config) -> Violations:
       ["ensemble_data", "enable_data_shuffling"],
       "members would read the same order; write enable_data_shuffling=true",
     )
+
+
+def megatron(cfg: Config) -> Violations:
+  """The rules on the order of Megatron-LM."""
+  data = cfg.data
+  if not data.megatron_order:
+    return
+  if not SOURCES.entry(data.dataset_type).has_token_ids and not data.dataset_mixture:
+    yield Violation(
+      ["megatron_order", "dataset_type"], "is of token files", {"dataset_type": "tokens"}
+    )
+  others = {"enable_data_shuffling": True, "data_sampling": "shuffle"}
+  others["packing_strategy"] = "concatenate"
+  values = flatten(data)
+  for key, value in others.items():
+    if values[key] != value:
+      yield Violation([key, "megatron_order"], "Megatron-LM has one order", {key: value})
+  if not data.megatron_num_samples:
+    yield Violation(
+      ["megatron_num_samples", "megatron_order"],
+      "its order depends on it; write train_iters x global_batch_size of the job",
+    )
+  elif cfg.run.steps * data.global_batch_size > data.megatron_num_samples:
+    yield Violation(
+      ["megatron_num_samples", "steps"],
+      "the samples end before the steps; write steps="
+      f"{data.megatron_num_samples // data.global_batch_size}",
+    )
+  if not _SPLIT.fullmatch(data.megatron_split) or not float(data.megatron_split.split(",")[0]):
+    yield Violation(["megatron_split"], "is no list of up to three shares; write 969,30,1")
+  for source in data.dataset_mixture:
+    own = {"from_step", "max_epochs"}.intersection(source)
+    if own:
+      yield Violation(
+        ["dataset_mixture", "megatron_order"], f"Megatron-LM has no {own.pop()}; remove it"
+      )
 
 
 def schedules(cfg: Config) -> Violations:
@@ -223,4 +261,4 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, megatron, schedules)
