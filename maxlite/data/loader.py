@@ -274,8 +274,8 @@ class TrainStream:
       self._data.schedule.first_row(self._num_taken + 1) > cfg.megatron_num_samples
     ):
       raise UserError(
-        f"megatron_num_samples={cfg.megatron_num_samples} ends after {self._num_taken} batches: set "
-        "fewer steps, or start a run with more samples, which has another order"
+        f"megatron_num_samples={cfg.megatron_num_samples} ends after {self._num_taken} batches: "
+        "set fewer steps, or start a run with more samples, which has another order"
       )
     try:
       batch = Batch(**next(self._iterator))

@@ -103,7 +103,7 @@ class JoinedDocuments(JoinedRows):
     num_documents = 0
     for part in parts:
       numbered.append(part.document_N + num_documents)
-      num_documents += int(part.document_N[-1]) + 1
+      num_documents += int(part.document_N.max(initial=-1)) + 1
     self.document_N = np.concatenate(numbered)
 
 

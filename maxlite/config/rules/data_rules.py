@@ -131,12 +131,13 @@ def megatron(cfg: Config) -> Violations:
     yield Violation(
       ["megatron_order", "dataset_type"], "is of token files", {"dataset_type": "tokens"}
     )
-  others = {"enable_data_shuffling": True, "data_sampling": "shuffle"}
-  others["packing_strategy"] = "concatenate"
-  values = flatten(data)
-  for key, value in others.items():
-    if values[key] != value:
-      yield Violation([key, "megatron_order"], "Megatron-LM has one order", {key: value})
+  if not data.enable_data_shuffling:
+    yield Violation(
+      ["enable_data_shuffling", "megatron_order"], "shuffles; write enable_data_shuffling=true"
+    )
+  for key, value in {"data_sampling": "shuffle", "packing_strategy": "concatenate"}.items():
+    if flatten(data)[key] != value:
+      yield Violation([key, "megatron_order"], "Megatron-LM has no such rows", {key: value})
   if not data.megatron_num_samples:
     yield Violation(
       ["megatron_num_samples", "megatron_order"],
