@@ -2,6 +2,7 @@
 
 import bisect
 import hashlib
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -143,6 +144,11 @@ class PackedDocuments:
   @property
   def num_tokens(self) -> int:
     return int(self._starts[-1])
+
+  def documents(self) -> Iterator[np.ndarray]:
+    """Yield the ids of each document, in the order of the concatenation."""
+    for offset, length in zip(self._offsets, np.diff(self._starts), strict=True):
+      yield self._file.read(int(offset), int(length))
 
   def __len__(self) -> int:
     return (self.num_tokens + self._row_length - 1) // self._row_length

@@ -151,12 +151,15 @@ def megatron(cfg: Config) -> Violations:
     )
   if not _SPLIT.fullmatch(data.megatron_split) or not float(data.megatron_split.split(",")[0]):
     yield Violation(["megatron_split"], "is no list of up to three shares; write 969,30,1")
-  for source in data.dataset_mixture:
-    own = {"from_step", "max_epochs"}.intersection(source)
-    if own:
-      yield Violation(
-        ["dataset_mixture", "megatron_order"], f"Megatron-LM has no {own.pop()}; remove it"
-      )
+
+
+def megatron_blend(cfg: Config) -> Violations:
+  """The rules on mixtures in the order of Megatron-LM."""
+  if not cfg.data.megatron_order:
+    return
+  for source in cfg.data.dataset_mixture:
+    for key in sorted({"from_step", "max_epochs"}.intersection(source)):
+      yield Violation(["dataset_mixture", "megatron_order"], f"Megatron-LM has no {key}; remove it")
 
 
 def schedules(cfg: Config) -> Violations:
@@ -262,4 +265,4 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, megatron, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, megatron, megatron_blend, schedules)

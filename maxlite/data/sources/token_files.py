@@ -188,6 +188,12 @@ def _require_size(path: Path, expected: int, source: str) -> None:
     )
 
 
+def index_header(dtype: np.dtype, num_sequences: int, num_ends: int) -> bytes:
+  """Return the start of an index, which lengths, first bytes and document ends follow."""
+  code = next(code for code, name in _INDEX_TYPES.items() if np.dtype(name) == dtype)
+  return _INDEX_MAGIC + _INDEX_HEADER.pack(1, code, num_sequences, num_ends)
+
+
 class TokenFiles:
   """The ids of files, one file after the other, as int32."""
 
