@@ -10,6 +10,7 @@ import numpy as np
 from maxlite.config.schema import DataConfig, InspectConfig
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.data.packing import Row
+from maxlite.data.token_shards import ShardRows
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.errors import UserError, escape_controls
 from maxlite.storage.object_store import AnyPath
@@ -24,6 +25,8 @@ _PLAIN_READ = (
 def describe(cfg: DataConfig, vocab_size: int, cache_directory: AnyPath) -> Iterator[str]:
   """Open the data, which tokenizes them, and yield their sizes."""
   for name, source in _open(cfg, vocab_size, cache_directory).source.by_name.items():
+    if isinstance(source.train, ShardRows):
+      source.train.shards.wait_for_all()
     yield (
       f"{name}: {source.files}; {source.summary}" if source.files else f"{name}: {source.summary}"
     )

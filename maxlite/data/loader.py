@@ -18,6 +18,7 @@ from maxlite.data.megatron_order import blend, blend_sizes
 from maxlite.data.open_source import join_sources, open_source
 from maxlite.data.packing import RowSource
 from maxlite.data.row_order import (
+  ENDLESS,
   MixtureOrder,
   MixturePart,
   Segment,
@@ -58,14 +59,17 @@ class DataLoader:
       blended = f" of a blend {_weights(self.cfg)}"
     for mixture_source in mixture_of(self.cfg):
       rows = self.source.by_name[mixture_source.name].train
-      if self.cfg.enable_data_shuffling and not self.cfg.megatron_order:
+      order: grain.MapDataset[int]
+      if self.cfg.megatron_order or len(rows) == ENDLESS:  # rows are in the order of the run
+        order = grain.MapDataset.range(len(rows))
+      elif self.cfg.enable_data_shuffling:
         build_order = ROW_ORDERS[self.cfg.data_sampling]
         order = build_order(len(rows), self.cfg.data_shuffle_seed)
       else:
         order = grain.MapDataset.range(len(rows))
       part = MixturePart(
         source=mixture_source,
-        order=order.repeat(),
+        order=order if len(rows) == ENDLESS else order.repeat(),
         num_rows=len(rows),
         num_tokens=rows.num_tokens,
         identity=rows.identity + blended,

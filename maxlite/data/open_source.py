@@ -37,6 +37,8 @@ def open_source(
   if SOURCES.entry(cfg.dataset_type).has_prompts or cfg.megatron_order:
     holds_out = False
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
+  if cfg.tokenization_shard_bytes:  # the first shard decides
+    by_content = False
   if by_content and not _has_both_splits(source, evaluates):
     tail = dataclasses.replace(cfg, eval_split="tail")
     source = open_rows(tail, vocab_size, cache_directory)

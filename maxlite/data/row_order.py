@@ -20,6 +20,7 @@ from maxlite.config.mixture import MixtureSource
 from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
 
+ENDLESS = sys.maxsize  # rows of an order without an end
 SHARE_UNITS = 10_000  # shares are rounded to multiples of 1 / SHARE_UNITS
 
 # What the rows of a run depend on, as JSON values: the identity of the only source, or
@@ -140,7 +141,7 @@ class MixtureOrder(grain.MapDataset[int]):
     self._starts = [segment.first_row for segment in self._segments]
 
   def __len__(self) -> int:
-    return sys.maxsize
+    return ENDLESS
 
   def __getitem__(self, index: int | slice) -> int | grain.MapDataset[int]:
     if isinstance(index, slice):
@@ -186,6 +187,9 @@ class MixtureOrder(grain.MapDataset[int]):
     """Return a line per source on its part of the first `num_rows` rows."""
     lines = []
     for part, used in zip(self.parts, self.used_before(num_rows).tolist(), strict=True):
+      if part.num_rows == ENDLESS:
+        lines.append(f"{part.source.name}: {used:,} rows")
+        continue
       epochs = used / part.num_rows
       tokens = round(epochs * part.num_tokens)  # exact after whole epochs
       lines.append(f"{part.source.name}: {used:,} rows, {tokens:,} tokens, {epochs:.3g} epochs")

@@ -106,28 +106,28 @@ def open_tokens(
 
   A cache on an object store is copied to this machine: from there, or to there.
   """
-  key = _key(cfg, files, eval_files, tokenizer)
+  key = cache_key(cfg, files, eval_files, tokenizer)
   sources = [*files, *eval_files]
   shared = ""  # URI of the cache on an object store
   folder = Path(cache_directory) / key
   if is_remote(cache_directory):
     shared = join(cache_directory, key)
     folder = _LOCAL_COPIES.expanduser() / key
-  damage = _damage(folder, sources)
+  damage = cache_damage(folder, sources)
   if damage and shared and _META in list_names(shared):
     _download_folder(shared, folder, sources)
-    damage = _damage(folder, sources)
+    damage = cache_damage(folder, sources)
   if damage:
     if folder.exists():
       log.warning("%s is rebuilt: %s", shared or folder, damage)
     documents = split_documents(cfg, read, files, eval_files)
-    _tokenize(documents, tokenizer, folder, sources)
-    damage = _damage(folder, sources)
+    write_cache(documents, tokenizer, folder, sources)
+    damage = cache_damage(folder, sources)
     if damage:
       raise UserError(f"{folder} has just been written: {damage}: check the disk")
     if shared:
       _upload_folder(folder, shared)
-  return _read_folder(folder, tokenizer.dtype)
+  return read_cache(folder, tokenizer.dtype)
 
 
 def _download_folder(shared: str, folder: Path, sources: list[DataFile]) -> None:
@@ -145,7 +145,7 @@ def _upload_folder(folder: Path, shared: str) -> None:
   upload(uploads)
 
 
-def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
+def read_cache(folder: Path, dtype: np.dtype) -> TokenizedData:
   """Read a valid cache; the ids remain on disk."""
   meta = json.loads((folder / _META).read_bytes())
   tokens = {}
@@ -162,7 +162,7 @@ def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
   )
 
 
-def _key(
+def cache_key(
   cfg: DataConfig,
   files: list[DataFile],
   eval_files: list[DataFile],
@@ -207,7 +207,7 @@ def _all_split_files(folder: Path) -> list[Path]:
   return files
 
 
-def _damage(folder: Path, sources: list[DataFile]) -> str:
+def cache_damage(folder: Path, sources: list[DataFile]) -> str:
   """Return why the cache of `sources` cannot be used, or "".
 
   All files are compared with the digests of meta.json if any was touched since the last comparison.
@@ -267,7 +267,7 @@ def _digest(file: DataFile, end: bytes = b"") -> str:
   return digest.hexdigest()
 
 
-def _tokenize(
+def write_cache(
   documents: SplitDocuments,
   tokenizer: DocumentTokenizer,
   folder: Path,
@@ -327,12 +327,14 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
       partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
       partial.mkdir()
     yield partial
-    if folder.exists() and _damage(folder, sources):
+    if folder.exists() and cache_damage(folder, sources):
       shutil.rmtree(folder)
     try:
       partial.rename(folder)
     except OSError:
-      if _damage(folder, sources):  # otherwise another process was first, with the same content
+      if cache_damage(
+        folder, sources
+      ):  # otherwise another process was first, with the same content
         raise
       shutil.rmtree(partial)
     # Only now: until here, another process must not write to this folder.

@@ -122,6 +122,29 @@ def batches(cfg: Config) -> Violations:
     )
 
 
+def shards(cfg: Config) -> Violations:
+  """The rules on text that is tokenized during training."""
+  data = cfg.data
+  if not data.tokenization_shard_bytes:
+    return
+  source = SOURCES.entry(data.dataset_type)
+  if not (source.is_plain_text or source.has_text_column):
+    yield Violation(
+      ["tokenization_shard_bytes", "dataset_type"], "is of text; write tokenization_shard_bytes=0"
+    )
+  if data.dataset_mixture:
+    yield Violation(
+      ["tokenization_shard_bytes", "dataset_mixture"],
+      "is of one source; write tokenization_shard_bytes=0",
+    )
+  if data.eval_split == "tail" and data.eval_fraction and not data.eval_dataset_path:
+    yield Violation(
+      ["eval_split", "tokenization_shard_bytes"],
+      "the tail is not read first",
+      {"eval_split": "documents"},
+    )
+
+
 def megatron(cfg: Config) -> Violations:
   """The rules on the order of Megatron-LM."""
   data = cfg.data
@@ -265,4 +288,4 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, megatron, megatron_blend, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, shards, megatron, megatron_blend, schedules)

@@ -122,6 +122,12 @@ class DataConfig:
   token_cache_directory: str = machine_field(
     "", "Tokenized data; empty: base_output_directory/.tokens."
   )
+  tokenization_shard_bytes: int = field(
+    0,
+    "Training starts when this many bytes of text are tokenized, and each shard of as many is "
+    "packed and shuffled by itself, one after the other; 0: all text is tokenized first.",
+    low=0,
+  )
   max_target_length: int = field(256, "Sequence length in tokens.", low=1)
   max_prefill_predict_length: int = field(
     64, "Tokens of a prompt of dataset_type=prompts at most.", low=1

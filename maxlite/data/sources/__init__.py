@@ -20,6 +20,7 @@ from maxlite.data.packing import (
   PackedRows,
   RowSource,
 )
+from maxlite.data.row_order import ENDLESS
 from maxlite.data.sources.array_records import array_record_documents
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ChatEncoder, ConversationTokenizer, chat_documents, open_chat
@@ -41,12 +42,14 @@ from maxlite.data.sources.token_files import (
   tokens_of,
 )
 from maxlite.data.split import Reader
-from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
+from maxlite.data.token_cache import TokenizedData, Tokens, cache_key, open_tokens
+from maxlite.data.token_shards import ShardRows, TokenShards
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.errors import UserError
 from maxlite.registry import PACKING_STRATEGIES, SOURCES, TOKENIZERS
+from maxlite.storage.object_store import is_remote
 
 _SYNTHETIC_TRAIN_ROWS = 1 << 20
 _SYNTHETIC_EVAL_ROWS = 1 << 10
@@ -80,7 +83,7 @@ class DataSource:
     text = f"{num_rows} x {row_length} tokens per step"
     if isinstance(self.train, PromptRows):
       text = f"{num_rows} prompts per step"
-    if not self.parts:
+    if not self.parts and len(self.train) < ENDLESS:
       text += f", {len(self.train) / num_rows:,.1f} steps per epoch"
     return text
 
@@ -126,10 +129,44 @@ def _text_source(
     cache_directory: where the tokenized data are.
   """
   tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  if cfg.tokenization_shard_bytes:
+    return _sharded_source(read, suffix, cfg, tokenizer, cache_directory)
   text = TextTokenizer(tokenizer)
   read = functools.partial(read, reject=build_reject(cfg.on_bad_row, text.counts))
   data = _open_tokens(read, suffix, cfg, text, cache_directory)
   return _packed_source(data, cfg, tokenizer.num_bytes_V)
+
+
+def _sharded_source(
+  read: Reader,
+  suffix: str,
+  cfg: DataConfig,
+  tokenizer: Tokenizer,
+  cache_directory: Path,
+) -> DataSource:
+  """Open text of which the first shard is tokenized; see `_text_source`."""
+  if is_remote(cache_directory):
+    raise UserError(
+      f"token_cache_directory={cache_directory} with tokenization_shard_bytes: name a folder that "
+      "all hosts share, or set tokenization_shard_bytes=0"
+    )
+  files, _ = expand_paths(cfg.dataset_path, suffix, "dataset_path")
+  eval_files, _ = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  key = cache_key(cfg, files, eval_files, TextTokenizer(tokenizer))
+  folder = Path(cache_directory) / f"{key}.shards-{cfg.tokenization_shard_bytes}"
+  shards = TokenShards(cfg, read, files, eval_files, folder)
+  shards.write_first()
+  first = dataclasses.replace(shards.open(0), files=f"read {count_suffixes([*files, *eval_files])}")
+  row_length = cfg.max_target_length
+  return _source(
+    first,
+    train=ShardRows(shards, cfg),
+    held_out=PackedDocuments(first.eval, row_length, None),
+    documents=DocumentWindows(first.eval, row_length),
+    num_bytes_V=tokenizer.num_bytes_V,
+    summary=f"the first shard of {cfg.tokenization_shard_bytes:,} bytes: "
+    f"{_summary(first, 'documents')}",
+  )
 
 
 def _packed_source(data: TokenizedData, cfg: DataConfig, num_bytes_V: np.ndarray) -> DataSource:
