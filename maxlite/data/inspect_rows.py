@@ -10,7 +10,7 @@ import numpy as np
 from maxlite.config.schema import DataConfig, InspectConfig
 from maxlite.data.loader import DataLoader, open_data
 from maxlite.data.packing import Row
-from maxlite.data.token_shards import ShardRows
+from maxlite.data.sources.token_shards import ShardRows
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.errors import UserError, escape_controls
 from maxlite.storage.object_store import AnyPath

@@ -53,6 +53,11 @@ def open_source(
       "dataset_path that are not in eval_dataset_path"
     )
   if evaluates and holds_out and not by_content and not source.eval:
+    if cfg.tokenization_shard_bytes:
+      raise UserError(
+        f"nothing is held out of {source.summary}: raise tokenization_shard_bytes or eval_fraction "
+        "(eval_fraction=0: hold out nothing)"
+      )
     raise UserError(
       f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
       f"({source.summary}): raise eval_fraction or name files in eval_dataset_path "

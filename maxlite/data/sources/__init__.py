@@ -41,9 +41,9 @@ from maxlite.data.sources.token_files import (
   sample,
   tokens_of,
 )
+from maxlite.data.sources.token_shards import ShardRows, TokenShards
 from maxlite.data.split import Reader
 from maxlite.data.token_cache import TokenizedData, Tokens, cache_key, open_tokens
-from maxlite.data.token_shards import ShardRows, TokenShards
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary

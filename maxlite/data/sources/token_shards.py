@@ -90,7 +90,7 @@ class TokenShards:
   def write_in_background(self) -> None:
     """Tokenize the other shards in a thread, unless another one or another process does."""
     is_running = self._thread is not None and self._thread.is_alive()
-    if is_running or (self.folder / _NUM_SHARDS).exists():
+    if is_running or any((self.folder / name).exists() for name in (_NUM_SHARDS, _FAILURE)):
       return
     self._thread = threading.Thread(target=self._write_all, daemon=True)
     self._thread.start()
