@@ -55,7 +55,7 @@ def documents_in(source):
         found[-1] += ids
       else:
         found.append(ids)
-    row["targets_BT"][-1] if row["weight_BT"][-1] else -1
+    following = row["targets_BT"][-1] if row["weight_BT"][-1] else -1
   return found
 
 

@@ -52,9 +52,17 @@ class IdFile:
   sequences: np.ndarray | None = None
   documents: np.ndarray | None = None
 
-  def map(self) -> np.ndarray:
-    """Return the ids, memory-mapped."""
-    return np.memmap(self.path, self.dtype, "r", self.start, (self.num_ids,))
+  def map(self, first: int, last: int) -> np.ndarray:
+    """Return the ids [first, last), memory-mapped."""
+    start = self.start + first * self.dtype.itemsize
+    return np.memmap(self.path, self.dtype, "r", start, (last - first,))
+
+  def block(self, first: int, size: int) -> np.ndarray:
+    """Read the ids from `first` on, up to `size` of them."""
+    count = min(size, self.num_ids - first)
+    return np.fromfile(
+      self.path, self.dtype, count, offset=self.start + first * self.dtype.itemsize
+    )
 
 
 def open_id_file(file: DataFile, token_dtype: str) -> IdFile:
@@ -258,10 +266,9 @@ def documents_of(files: Sequence[IdFile], end_id: int, unit: Unit) -> Documents:
 
 def _cut(file: IdFile, end_id: int) -> np.ndarray:
   """Return the lengths of documents that end after each `end_id`, and at the end of the file."""
-  ids = file.map()
   ends = [np.zeros(1, np.int64)]
   for first in range(0, file.num_ids, _BLOCK):
-    ends.append(first + 1 + np.flatnonzero(ids[first : first + _BLOCK] == end_id))
+    ends.append(first + 1 + np.flatnonzero(file.block(first, _BLOCK) == end_id))
   if ends[-1].size == 0 or ends[-1][-1] != file.num_ids:
     ends.append(np.array([file.num_ids]))
   return np.diff(np.concatenate(ends))
@@ -271,6 +278,8 @@ def hold_out(
   files: Sequence[IdFile], documents: Documents, cfg: DataConfig
 ) -> tuple[Documents, Documents]:
   """Split documents by `eval_split` and `eval_fraction` into (training, held-out) ones."""
+  if not cfg.eval_fraction:
+    return documents, documents.select(np.zeros(len(documents.length_N), bool))
   if cfg.eval_split == "documents":
     limit = cfg.eval_fraction * 2**64
     is_eval_N = _content_hashes(files, documents) < limit
@@ -312,12 +321,14 @@ def _content_hashes(files: Sequence[IdFile], documents: Documents) -> np.ndarray
   starts = np.cumsum(sizes) - sizes
   hashes = np.empty(len(documents.length_N), np.uint64)
   for n, file in enumerate(files):
-    ids = file.map()
     of_file = np.flatnonzero(documents.file_N == n)
     for first in range(0, len(of_file), _BLOCK // _HASHED_IDS):
       chosen = of_file[first : first + _BLOCK // _HASHED_IDS]
       length_C = documents.length_N[chosen]
-      place_C = documents.offset_N[chosen] - starts[n]
+      first_id = int(documents.offset_N[chosen[0]]) - int(starts[n])
+      last_id = int(documents.offset_N[chosen[-1]] + length_C[-1]) - int(starts[n])
+      ids = file.map(first_id, last_id)
+      place_C = documents.offset_N[chosen] - documents.offset_N[chosen[0]]
       hash_C = length_C.astype(np.uint64) ^ np.uint64(0xCBF29CE484222325)
       for t in range(min(_HASHED_IDS, int(length_C.max(initial=0)))):
         has_id_C = t < length_C
@@ -343,10 +354,9 @@ def sample(files: Sequence[IdFile]) -> tuple[str, int]:
   largest = 0
   for file in files:
     digest.update(f"{file.dtype.str} {file.num_ids} ".encode())
-    ids = file.map()
     last = max(file.num_ids - _SAMPLE_IDS, 0)
     for first in np.unique(np.linspace(0, last, _SAMPLES).astype(np.int64)).tolist():
-      block = ids[first : first + _SAMPLE_IDS]
+      block = file.block(first, _SAMPLE_IDS)
       digest.update(block.tobytes())
       largest = max(largest, int(block.max()))
   return digest.hexdigest(), largest
