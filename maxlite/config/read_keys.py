@@ -159,7 +159,7 @@ def _has_token_ids(cfg: Config) -> bool:
 
 
 def _has_text(cfg: Config) -> bool:
-  return not all(source.has_token_ids or source.is_synthetic for source in _sources(cfg))
+  return not all(source.has_token_ids for source in _sources(cfg))
 
 
 def _holds_out(cfg: Config) -> bool:
