@@ -139,7 +139,7 @@ ORDERS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(**ORDERS)
 @example(length=4, num_samples=1, seed=0, num_sequences=3)
 def test_samples_are_those_of_gpt_dataset(
@@ -153,7 +153,7 @@ def test_samples_are_those_of_gpt_dataset(
   assert samples_of(cfg, folder) == expected
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=4), **ORDERS)
 def test_blends_are_those_of_blended_dataset(
   tmp_path_factory, weights, length, num_samples, seed, num_sequences

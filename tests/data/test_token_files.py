@@ -268,7 +268,7 @@ def test_documents_of_ids_of_an_unknown_tokenizer_need_their_end(tmp_path):
   assert not source.num_bytes_V.any()  # no bits per byte
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 3))
 def test_a_stream_resumes_at_any_row_on_any_number_of_hosts(tmp_path_factory, data, seed):
   folder = tmp_path_factory.mktemp("resume")
