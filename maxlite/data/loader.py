@@ -33,7 +33,10 @@ from maxlite.errors import UserError
 from maxlite.registry import ROW_ORDERS
 from maxlite.storage.json_values import JsonObject
 
-_NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
+_NO_EVAL_DATA = (
+  "no data is held out for evaluation: set eval_fraction above 0 (with megatron_order: the second "
+  "share of megatron_split) or eval_dataset_path"
+)
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 
