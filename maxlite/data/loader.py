@@ -16,9 +16,8 @@ from maxlite.data.batch import Batch, HostBatch
 from maxlite.data.host_batches import BatchSchedule, HostBatches, prefetch, read_once
 from maxlite.data.megatron_order import blend, blend_sizes
 from maxlite.data.open_source import join_sources, open_source
-from maxlite.data.packing import RowSource
+from maxlite.data.packing import ENDLESS, RowSource
 from maxlite.data.row_order import (
-  ENDLESS,
   MixtureOrder,
   MixturePart,
   Segment,

@@ -2,6 +2,7 @@
 
 import bisect
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from maxlite.data.token_cache import LOSS_MASK_BIT, IdReader, Tokens
 
 Row = dict[str, np.ndarray]  # the fields of a Batch, each [T] or, stacked, [B, T]
+ENDLESS = sys.maxsize  # the number of rows of a source that numbers those of all epochs
 _NUM_OPEN_ROWS = 64
 # Documents that best_fit packs together, which bounds its open rows. Fewer leave more padding
 # (measured in docs/data.md).

@@ -9,7 +9,6 @@ of segments with constant shares. A segment ends where a weight changes or a sou
 import bisect
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,10 +16,10 @@ import grain
 import numpy as np
 
 from maxlite.config.mixture import MixtureSource
+from maxlite.data.packing import ENDLESS
 from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
 
-ENDLESS = sys.maxsize  # rows of an order without an end
 SHARE_UNITS = 10_000  # shares are rounded to multiples of 1 / SHARE_UNITS
 
 # What the rows of a run depend on, as JSON values: the identity of the only source, or

@@ -12,6 +12,7 @@ import numpy as np
 from maxlite.config.schema import DataConfig
 from maxlite.data.megatron_order import MegatronRows, split_places
 from maxlite.data.packing import (
+  ENDLESS,
   DocumentRows,
   DocumentWindows,
   PackedConversations,
@@ -20,7 +21,6 @@ from maxlite.data.packing import (
   PackedRows,
   RowSource,
 )
-from maxlite.data.row_order import ENDLESS
 from maxlite.data.sources.array_records import array_record_documents
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.sources.chat import ChatEncoder, ConversationTokenizer, chat_documents, open_chat

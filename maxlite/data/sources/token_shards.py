@@ -11,15 +11,12 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import grain
-
 from maxlite.config.schema import DataConfig
-from maxlite.data.packing import PackedRows, Row
-from maxlite.data.row_order import ENDLESS
+from maxlite.data.packing import ENDLESS, PackedRows, Row
 from maxlite.data.sources.bad_rows import build_reject
 from maxlite.data.split import Reader, SplitDocuments, split_documents
 from maxlite.data.token_cache import TokenizedData, cache_damage, read_cache, write_cache
@@ -37,7 +34,7 @@ _POLL_SECONDS = 0.1
 _MAX_OPEN = 4  # shards whose places of documents are in memory
 
 # The rows of a shard, and their order over all epochs (None: as they are).
-ShardInOrder: TypeAlias = tuple[PackedRows, "grain.MapDataset[int] | None"]
+ShardInOrder: TypeAlias = tuple[PackedRows, Sequence[int] | None]
 
 log = get_logger(__name__)
 
