@@ -14,7 +14,9 @@ import numpy as np
 
 from maxlite.data.packing import Row
 from maxlite.data.token_cache import Tokens
+from maxlite.errors import UserError
 
+_MAX_SEED = (1 << 32) - 1
 _SEPARATE_BELOW = 0.80  # of an epoch: a last epoch with fewer samples is shuffled on its own
 _SURPLUS = 0.005  # `mid_level_dataset_surplus`: samples of a source above those of the blend
 
@@ -30,6 +32,9 @@ class MegatronRows:
     end_id: the token that ends documents.
     reset_attention_mask: attention and positions do not cross `end_id`.
     eod_mask_loss: the targets of `end_id` do not count.
+
+  Raises:
+    UserError: there are no tokens, or the seed is too large.
   """
 
   def __init__(
@@ -44,6 +49,12 @@ class MegatronRows:
     eod_mask_loss: bool,
   ) -> None:
     epoch_tokens = int(tokens.lengths.sum())
+    if not epoch_tokens:
+      raise UserError(
+        "nothing is left to train on: raise the first share of megatron_split, or name other files"
+      )
+    if seed > _MAX_SEED:
+      raise UserError(f"data_shuffle_seed={seed} is above {_MAX_SEED}, the largest of Megatron-LM")
     num_epochs = max(-(-(num_samples * row_length + 1) // epoch_tokens), 1)
     self.num_samples = (num_epochs * epoch_tokens - 1) // row_length
     # Samples that are shuffled together, and those of a last epoch that is shuffled on its own.

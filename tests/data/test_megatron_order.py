@@ -271,6 +271,14 @@ def test_the_split_of_megatron_lm(tmp_path):
   assert held_out == {i for [ids] in documents[32:38] for i in ids}
 
 
+def test_a_split_without_training_sequences_is_refused(tmp_path):
+  file = write_indexed(tmp_path / "a", [[[5, 6]]])
+  with pytest.raises(UserError, match="nothing is left to train on: raise the first share"):
+    opened(config(2, 5, 0, dataset_path=(str(file),), megatron_split="1,9"), tmp_path)
+  with pytest.raises(UserError, match="data_shuffle_seed=4294967296 is above 4294967295"):
+    opened(config(2, 5, 1 << 32, dataset_path=(str(file),)), tmp_path)
+
+
 def read(rows, index):
   row = rows[index]
   return row["tokens_BT"][row["segment_BT"] > 0].tolist()
