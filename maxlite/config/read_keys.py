@@ -171,6 +171,11 @@ _CONDITIONS = (
   _Condition(
     ["audit_action"], lambda cfg: cfg.training.audit_period > 0, "write audit_period=1000"
   ),
+  _Condition(
+    ["skip_step_interval", "skip_step_scaling_factor"],
+    lambda cfg: cfg.training.skip_step_on_spikes,
+    "write skip_step_on_spikes=true",
+  ),
   _Condition(["phase_strategy"], lambda cfg: bool(cfg.phasing.phases), "write phases"),
   _Condition(
     ["draft_loss_weight"], _trains_drafts, "write a phase with loss: next_token_and_draft"

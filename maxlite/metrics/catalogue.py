@@ -73,6 +73,7 @@ METRICS: dict[str, Metric] = {
   "grad_norm": Metric("1", "Norm of all gradients, before clipping.", "learning/raw_grad_norm"),
   "skipped": Metric("steps", "Steps so far without an update, as a value was not finite."),
   "skipped_in_a_row": Metric("steps", "The latest of these in a row, up to max_skipped_steps."),
+  "skipped_spikes": Metric("steps", "Steps so far without an update, as they were spikes."),
   "num_tokens": Metric(
     "tokens", "Tokens of the step that have a loss, over all devices.", "learning/total_weights"
   ),

@@ -170,6 +170,17 @@ class TrainingConfig:
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
   )
+  skip_step_on_spikes: bool = model_field(
+    False,
+    "Skip the update of a step whose loss or gradient norm is far above those of the latest steps: "
+    "parameters and optimizer stay as they are, and the schedule does not advance.",
+  )
+  skip_step_interval: int = model_field(
+    128, "Latest steps that are compared; half of them must be known.", low=4
+  )
+  skip_step_scaling_factor: float = field(
+    6.0, "Standard deviations above the mean from which on a step is a spike.", low=0
+  )
 
 
 _TRAINING_KEYS = [entry.name for entry in dataclasses.fields(TrainingConfig)]

@@ -30,7 +30,8 @@ from maxlite.training.spec import ObjectiveSpec
 AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
 _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
-_SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
+# Metrics that add up over replicas.
+_SUMS = ("num_tokens", "skipped_spikes", "expert_load", "expert_dropped")
 _MAXIMA = ("expert_buffer_factor",)  # Metrics of the replica that needs most.
 
 
