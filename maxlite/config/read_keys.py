@@ -159,6 +159,7 @@ _CONDITIONS = (
   _Condition(["adam_eps"], _uses_optimizer("adam_eps"), "write opt_type=adamw"),
   _Condition(["opt_kwargs"], _uses_optimizer("opt_kwargs"), "write opt_type=optax.NAME"),
   _Condition(["muon_beta"], _uses_optimizer("muon_beta"), "write opt_type=muon"),
+  _Condition(["muon_split"], _uses_optimizer("muon_split"), "write opt_type=muon"),
   _Condition(["wsd_decay_steps_fraction"], _uses_schedule("wsd"), "write lr_schedule_type=wsd"),
   _Condition(
     ["lora_alpha", "lora_experts"], lambda cfg: cfg.model.lora.lora_rank > 0, "write lora_rank=8"

@@ -42,7 +42,7 @@ class SpikeRule:
     """(whether a step is a spike, the window after it); a step that is not finite is none."""
     values_2 = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     interval = window.values_2W.shape[1]
-    known_1W = (jnp.arange(interval) < window.num_steps)[None]
+    known_1W = (jnp.arange(interval, dtype=jnp.int32) < window.num_steps)[None]
     num_known = jnp.maximum(jnp.minimum(window.num_steps, interval), 2).astype(jnp.float32)
     mean_2 = jnp.sum(window.values_2W, axis=1, where=known_1W) / num_known
     squares_2W = jnp.square(window.values_2W - mean_2[:, None])

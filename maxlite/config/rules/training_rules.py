@@ -78,6 +78,10 @@ def parametrization(cfg: Config) -> Violations:
     yield Violation(
       ["opt_type", key], f"{optimizer.why_no_mup}; write opt_type=adamw, lion or muon"
     )
+  if optimizer.mup_updates == "muon" and cfg.optimizer.muon_split == "heads":
+    yield Violation(
+      ["muon_split", key], "mup has no rule for matrices of heads; write muon_split=parts"
+    )
   if model.family.scaled_embedding or model.family.zero_centred_norms:
     yield Violation(
       [key, "decoder_block"],

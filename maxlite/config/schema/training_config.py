@@ -40,6 +40,12 @@ class OptimizerConfig:
     0.1, "Decoupled weight decay of every optimizer, except on norms and biases.", low=0
   )
   muon_beta: float = field(0.95, "Momentum of Muon.", low=0, high=1)
+  muon_split: str = field(
+    "parts",
+    "What Muon takes for a matrix: every kernel (`none`); the `parts` of kernels that hold several "
+    "matrices, in latent attention; or in addition the `heads` of queries, keys and values.",
+    choices=("none", "parts", "heads"),
+  )
   gradient_clipping_threshold: float = field(1.0, "Maximum global gradient norm; 0: none.", low=0)
   pbt_hyperparameters: FrozenMapping = model_field(
     FrozenMapping(),
