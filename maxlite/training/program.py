@@ -311,6 +311,14 @@ def build_objective_parts(
   for feature in program.features:
     loss = feature.wrap_loss(loss, objective.spec)
   gradients_of = build_gradients(loss, objective.spec.gradient_accumulation_steps)
+  post_update = build_routed_bias_update(spec.model.moe) if spec.model.family.is_moe else None
+  if training.qk_clip_threshold:
+    # Only such a run opens the file.
+    from maxlite.training.qk_clip import build_qk_clip, with_max_logits
+
+    gradients_of = with_max_logits(gradients_of)
+    num_plain_channels = spec.model.mla.qk_nope_head_dim
+    post_update = build_qk_clip(training.qk_clip_threshold, num_plain_channels, post_update)
   for feature in program.features:
     gradients_of = feature.wrap_gradients(gradients_of)
   freeze_after = training.max_skipped_steps if freeze_diverged else None
@@ -326,7 +334,7 @@ def build_objective_parts(
     labels=objective.labels,
     learning_rate=lambda state: learning_rate(objective.spec.optimizer, state.opt_state),
     ema_decay=training.ema_decay,
-    post_update=build_routed_bias_update(spec.model.moe) if spec.model.family.is_moe else None,
+    post_update=post_update,
     skip=SkipRule(freeze_after=freeze_after, spikes=spikes),
     check_zero=check_zero,
   )

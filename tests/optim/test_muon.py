@@ -27,6 +27,7 @@ SHAPES = {
   "out": ((4, 8, 16), ("q_heads", "kv", "embed")),
   "experts": ((4, 16, 8), ("exp", "embed_no_exp", "mlp")),
 }
+MESHES = ("fsdp=2 tensor=4", "tensor=2 fsdp=4", "tensor=8", "expert=4 fsdp=2")
 NAMES = {"attention": {name: {"kernel": jax.P(*axes)} for name, (_, axes) in SHAPES.items()}}
 
 
@@ -131,9 +132,7 @@ def test_the_state_does_not_depend_on_the_split():
   assert states[0] == states[1] == states[2]
 
 
-@pytest.mark.parametrize(
-  "mesh", fast_only(["fsdp=2 tensor=4", "tensor=2 fsdp=4", "tensor=8", "expert=4 fsdp=2"], 0)
-)
+@pytest.mark.parametrize("mesh", fast_only(MESHES, "fsdp=2 tensor=4"))
 def test_updates_do_not_depend_on_the_mesh(mesh):
   given = dict(part.split("=") for part in mesh.split())
   degrees = [int(given.get(axis, 1)) for axis in MESH_AXES]

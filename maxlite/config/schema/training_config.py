@@ -176,6 +176,12 @@ class TrainingConfig:
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
   )
+  qk_clip_threshold: float = field(
+    0.0,
+    "Attention logits above which, after an update, the queries and keys of a head are scaled down "
+    "(QK-clip of MuonClip; 100 is usual). 0: none.",
+    low=0,
+  )
   skip_step_on_spikes: bool = model_field(
     False,
     "Skip the update of a step whose loss or gradient norm is far above those of the latest steps: "

@@ -31,8 +31,8 @@ AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
 _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
 # Metrics that add up over replicas.
-_SUMS = ("num_tokens", "skipped_spikes", "expert_load", "expert_dropped")
-_MAXIMA = ("expert_buffer_factor",)  # Metrics of the replica that needs most.
+_SUMS = ("num_tokens", "skipped_spikes", "clipped_heads", "expert_load", "expert_dropped")
+_MAXIMA = ("expert_buffer_factor", "max_logits")  # Metrics of the replica that needs most.
 
 
 class LocalUpdates(struct.PyTreeNode):
