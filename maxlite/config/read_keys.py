@@ -58,7 +58,7 @@ _MODEL = _keys_of(ModelConfig) - _TRAINING_MODEL
 _TOKENIZER = {"tokenizer_type", "tokenizer_path", "chat_template_path", "add_bos"}
 _TRAINING_DATA = {
   "batch_size_schedule", "sequence_length_schedule", "packing_strategy", "enable_data_shuffling",
-  "data_shuffle_seed", "data_sampling", "grain_worker_count",
+  "data_shuffle_seed", "data_sampling", "skip_rows", "grain_worker_count",
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}

@@ -61,7 +61,26 @@ class DataLoader:
         identity=rows.identity,
       )
       parts.append(part)
-    return MixtureOrder(parts, self.schedule.first_row)
+    return MixtureOrder(parts, self.num_passed)
+
+  @functools.cached_property
+  def kept_order(self) -> grain.MapDataset[int]:
+    """The order of the training rows without `skip_rows`."""
+    if not self.cfg.skip_rows:
+      return self.order
+    # Only such a run opens the file.
+    from maxlite.data.skipped_rows import KeptRows, SkippedRows
+
+    return KeptRows(self.order, SkippedRows(self.cfg.skip_rows))
+
+  def num_passed(self, num_batches: int) -> int:
+    """Return how many rows the stream has passed after its first batches, with skipped ones."""
+    num_rows = self.schedule.first_row(num_batches)
+    if not self.cfg.skip_rows:
+      return num_rows
+    from maxlite.data.skipped_rows import SkippedRows
+
+    return SkippedRows(self.cfg.skip_rows).num_passed(num_rows)
 
   @functools.cached_property
   def schedule(self) -> BatchSchedule:
@@ -137,7 +156,7 @@ class DataLoader:
     """Return the training batches of this host, without end."""
     rows_by_source = {name: source.train for name, source in self.source.by_name.items()}
     return HostBatches(
-      order=self.order,
+      order=self.kept_order,
       rows=self.source.train,
       schedule=self.schedule,
       global_batch_size=self.global_batch_size,
@@ -175,11 +194,28 @@ class DataLoader:
 
   def fingerprint(self, num_batches: int) -> JsonObject:
     """Return everything that the first batches depend on, by config key, as JSON values."""
-    num_rows = self.schedule.first_row(num_batches)
+    num_rows = self.num_passed(num_batches)
     fingerprint = order_fingerprint(self.cfg)
     fingerprint["global_batch_size"] = self.schedule.past_sizes(num_batches)
     fingerprint["data"] = self.order.history(num_rows)
+    fingerprint["skip_rows"] = [list(each) for each in self.cfg.skip_rows if each[0] < num_rows]
     return fingerprint
+
+  def state(self, num_batches: int) -> JsonObject:
+    """Return the number of batches taken and all that they depend on, as JSON values."""
+    state = {"num_batches": num_batches, **self.fingerprint(num_batches)}
+    if not state["skip_rows"]:
+      del state["skip_rows"]
+    return state
+
+  def describe_use(self, num_batches: int) -> list[str]:
+    """Return a line per source on the rows of the first batches, with skipped ones."""
+    num_rows = self.num_passed(num_batches)
+    lines = self.order.describe_use(num_rows)
+    num_skipped = num_rows - self.schedule.first_row(num_batches)
+    if num_skipped:
+      lines.append(f"skip_rows: {num_skipped:,} of these rows, which were not trained on")
+    return lines
 
 
 def open_data(
@@ -247,7 +283,7 @@ class TrainStream:
 
   def state(self) -> JsonObject:
     """Return the number of batches taken and all that they depend on, as JSON values."""
-    return {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    return self._data.state(self._num_taken)
 
   def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
@@ -258,8 +294,7 @@ class TrainStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the rows that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     self._iterator.close()
@@ -295,7 +330,7 @@ class PromptStream:
 
   def _prompts(self, rows: range) -> list[Prompt]:
     source = self._data.source.train
-    return [cast(Prompt, source[int(self._data.order[row])]) for row in rows]
+    return [cast(Prompt, source[int(self._data.kept_order[row])]) for row in rows]
 
   @property
   def num_taken(self) -> int:
@@ -304,7 +339,7 @@ class PromptStream:
 
   def state(self) -> JsonObject:
     """Return the number of sets taken and all that they depend on, as JSON values."""
-    state = {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    state = self._data.state(self._num_taken)
     if self.pending is not None:
       state["rollouts"] = self.pending
     return state
@@ -318,8 +353,7 @@ class PromptStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the prompts that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     pass

@@ -177,6 +177,7 @@ CLEAN = {
   "muon of latent attention": ("model_name=deepseek2-tiny", "opt_type=muon", "muon_split=heads"),
   "muon with muP": (*DENSE, "opt_type=muon", "parametrization=mup", "mup_base_emb_dim=16"),
   "spikes": (*DENSE, "skip_step_on_spikes=true"),
+  "QK-clip": (*DENSE, "qk_clip_threshold=100"),
   "adafactor": (*DENSE, "opt_type=adafactor"),
   "adapters in phases": (
     *DENSE,

@@ -1,6 +1,7 @@
 """Steps that are skipped as spikes: the rule, bits of what they leave alone, meshes and runs."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -153,10 +154,11 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_skips_the_same_steps(tmp_path, variant):
+def test_a_resumed_run_skips_the_same_steps(tmp_path, variant, capsys):
   """A low factor, so that common steps are spikes too."""
   keys = RUN | VARIANTS[variant]
   start(tmp_path / "whole", **keys)
+  assert re.search(r"step \d: skipped as a spike: loss [\d.]+, \|grad\|", capsys.readouterr().err)
   start(tmp_path / "parts", Output(at=5), **keys)
   start(tmp_path / "parts", **keys)
   rows = logged(tmp_path / "parts")

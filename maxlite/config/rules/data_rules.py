@@ -152,6 +152,21 @@ def schedules(cfg: Config) -> Violations:
       )
 
 
+def skipped_rows(cfg: Config) -> Violations:
+  """The rules on ranges of rows that are not trained on."""
+  ends = [0]
+  for first, end in cfg.data.skip_rows:
+    ends += [first, end]
+    if first >= end:
+      yield Violation(
+        ["skip_rows"], f"[{first}, {end}] has no rows; write [[{first}, {first + 1}]] for one"
+      )
+  if ends != sorted(ends):
+    yield Violation(
+      ["skip_rows"], "ranges must ascend from 0 and not overlap; write [[800, 816], [900, 908]]"
+    )
+
+
 def data_files(cfg: Config) -> Violations:
   """The rules on the files of data and of the tokenizer, for commands that read them.
 
@@ -223,4 +238,4 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, schedules)
+DATA_RULES = (tokenizer, chat, columns, batches, schedules, skipped_rows)
