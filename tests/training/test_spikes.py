@@ -73,12 +73,14 @@ def test_spikes_are_those_of_the_rolling_z_score(interval):
 
 def test_steps_that_are_not_finite_are_not_in_the_window():
   losses = np.random.default_rng(0).normal(4, 0.1, 12).astype(np.float32)
+  losses[7] += 3  # after the step that is not finite
   with_nan = np.insert(losses, 7, np.nan)
   rule = SpikeRule("train", 2.0)
   window, spikes = observed(rule, 5, losses, losses, jnp.ones(12, bool))
   got, spikes_with_nan = observed(rule, 5, with_nan, with_nan, jnp.isfinite(with_nan))
   trees.assert_equal_leaves(got, window)
   np.testing.assert_array_equal(np.delete(spikes_with_nan, 7), spikes)
+  assert spikes[7]
 
 
 @pytest.fixture(scope="module")
