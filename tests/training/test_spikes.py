@@ -167,3 +167,20 @@ def test_a_resumed_run_skips_the_same_steps(tmp_path, variant, capsys):
   assert rows == logged(tmp_path / "whole")
   assert last_manifest(tmp_path / "parts") == last_manifest(tmp_path / "whole")
   assert 0 < rows[-1]["skipped_spikes"] < rows[-1]["step"] * (2 if variant == "replicas" else 1)
+
+
+@pytest.mark.slow
+def test_a_run_may_begin_and_cease_to_skip_spikes(tmp_path):
+  keys = RUN | {"checkpoint_period": 2}
+  plain = {key: value for key, value in keys.items() if not key.startswith("skip_step")}
+  start(tmp_path / "run", Output(at=3), **plain)
+  code, output = start(tmp_path / "run", Output(at=6), **keys)
+  assert "skip_step_on_spikes=true (was false)" in output
+  assert logged(tmp_path / "run")[-1]["skipped_spikes"] >= 0
+  code, _ = start(tmp_path / "run", **plain)
+  assert code == 0
+  rows = logged(tmp_path / "run")
+  assert [row["step"] for row in rows] == list(range(1, 9))
+  counts = ["skipped_spikes" in row for row in rows]
+  assert counts == sorted(counts[:5]) + sorted(counts[5:], reverse=True)
+  assert (counts[0], counts[4], counts[-1]) == (False, True, False)

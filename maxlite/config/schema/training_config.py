@@ -182,12 +182,12 @@ class TrainingConfig:
     "(QK-clip of MuonClip; 100 is usual). 0: none.",
     low=0,
   )
-  skip_step_on_spikes: bool = model_field(
+  skip_step_on_spikes: bool = field(
     False,
     "Skip the update of a step whose loss or gradient norm is far above those of the latest steps: "
     "parameters and optimizer stay as they are, and the schedule does not advance.",
   )
-  skip_step_interval: int = model_field(
+  skip_step_interval: int = field(
     128, "Latest steps that are compared; half of them must be known.", low=4
   )
   skip_step_scaling_factor: float = field(
