@@ -18,6 +18,7 @@ CHECKED = ("adamw", "lion", "muon")
 # Muon's polynomial: Jordan et al., Muon (2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _HEADS = ("q_heads", "kv_heads")
+_CLIPPED = r"(^|/)attention/(query|key|kv_up)/"
 
 
 def check_update(
@@ -54,7 +55,9 @@ def check_update(
     elif cfg.opt_type == "muon" and moments[0]:
       mean = yield from _momentum(name, cfg, path, gradient, before, after)
       direction = _orthogonalised(mean, path, axes[path], cfg.muon_split, spec.model)
-    if direction is not None:
+    # QK-clip changes these after the update.
+    is_clipped = spec.training.qk_clip_threshold and re.search(_CLIPPED, path)
+    if direction is not None and not is_clipped:
       param = np.asarray(before[f"params/{path}"], np.float64)
       is_of_muon = cfg.opt_type == "muon" and not moments[1]
       direction = _mup_factor(path, axes[path], spec.model, is_of_muon=is_of_muon) * direction

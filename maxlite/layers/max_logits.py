@@ -28,7 +28,7 @@ def store_max_logits(
   window: int = 0,
   is_local: jax.Array | None = None,
 ) -> None:
-  """Store max_H [float32] of the documents in `segment_BT`; -inf if there are none.
+  """Store max_H of the documents in `segment_BT`; -inf if there are none.
 
   Args:
     module: an attention, whose collection MAX_LOGITS is mutable.
@@ -70,7 +70,7 @@ def store_max_logits(
       return jnp.max(logit_bgmnS, axis=(0, 3, 4)).reshape(num_heads)
 
     max_Nh = jax.lax.map(max_of_block, jnp.arange(0, num_queries, block, dtype=jnp.int32))
-    return pmax(jnp.max(max_Nh, axis=0).astype(jnp.float32), over)
+    return pmax(jnp.max(max_Nh, axis=0), over)
 
   heads = "activation_q_heads"
   kv_rows = ("activation_batch", "activation_kv_length")

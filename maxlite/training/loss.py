@@ -282,9 +282,9 @@ class DecoderLoss(LossFunction):
       sums = sums.replace(mtp=mtp)
     if hidden.max_logits is not None:
       # Only a run with QK-clip opens the file.
-      from maxlite.training.qk_clip import by_attention
+      from maxlite.training.qk_clip import larger
 
-      collections = jax.tree.map(jnp.maximum, collections, by_attention(hidden.max_logits))
+      collections = larger(collections, hidden.max_logits)
     return sums, collections
 
   def hidden(

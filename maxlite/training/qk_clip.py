@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers.max_logits import NAME
 from maxlite.optim.labels import merge, path_of, paths_in
 from maxlite.sharding.pytree import PyTree
@@ -45,6 +46,14 @@ def by_attention(recorded: PyTree) -> dict[str, jax.Array]:
   return {path.removesuffix(f"/{NAME}"): max_H for path, max_H in flat.items()}
 
 
+def larger(max_logits: MaxLogits, recorded: PyTree) -> MaxLogits:
+  """The maxima of some micro-batches and of another one, whose collection MAX_LOGITS is given."""
+  largest = {}
+  for path, max_H in by_attention(recorded).items():
+    largest[path] = jnp.maximum(max_logits[path], max_H.astype(max_logits[path].dtype))
+  return largest
+
+
 def with_max_logits(gradients_of: GradientFunction) -> GradientFunction:
   """`gradients_of` a DecoderLoss that measures, with the maxima over the batch in the metrics."""
 
@@ -57,7 +66,7 @@ def with_max_logits(gradients_of: GradientFunction) -> GradientFunction:
       match = _QUERIES.fullmatch(path)
       if match:  # [D, H, C], or [N, D, H, C] of stacked layers
         shape = (*kernel.shape[:-3], kernel.shape[-2])
-        lowest[match[1]] = jnp.full(shape, -jnp.inf, jnp.float32)
+        lowest[match[1]] = jnp.full(shape, -jnp.inf, accumulator_dtype(kernel.dtype))
     result = gradients_of(trained, frozen, lowest, inputs, key)
     metrics = result.metrics | {_MEASURED: result.collections}
     return result._replace(metrics=metrics, collections=collections)

@@ -178,6 +178,7 @@ CLEAN = {
   "muon with muP": (*DENSE, "opt_type=muon", "parametrization=mup", "mup_base_emb_dim=16"),
   "spikes": (*DENSE, "skip_step_on_spikes=true"),
   "QK-clip": (*DENSE, "qk_clip_threshold=100"),
+  "QK-clip of latent attention": ("model_name=deepseek2-tiny", "qk_clip_threshold=100"),
   "adafactor": (*DENSE, "opt_type=adafactor"),
   "adapters in phases": (
     *DENSE,
