@@ -105,7 +105,6 @@ def scale_logits(params: PyTree, factors: MaxLogits, num_plain_channels: int) ->
   Args:
     factors: by path of an attention, of its heads.
   """
-  paths = set(paths_in(params))
   shapes = dict(zip(paths_in(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
 
   def scale(key_path: tuple, leaf: jax.Array) -> jax.Array:
@@ -114,7 +113,7 @@ def scale_logits(params: PyTree, factors: MaxLogits, num_plain_channels: int) ->
       return leaf
     attention, projection, kind = match.groups()
     factor_H1 = factors[attention][..., None]
-    if f"{attention}/kv_up/kernel" in paths:
+    if f"{attention}/kv_up/kernel" in shapes:
       others = factor_H1 if projection == "query" else jnp.ones_like(factor_H1)
       is_plain_C = np.arange(leaf.shape[-1]) < num_plain_channels
       factor_HC = jnp.where(is_plain_C, jnp.sqrt(factor_H1), others)
