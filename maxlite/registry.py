@@ -134,6 +134,8 @@ class SourceEntry(Entry):
   has_pairs: bool = False
   # It reads prompts, which the model completes; ROLLOUT_LOSSES train on the completions.
   has_prompts: bool = False
+  # It reads files of token ids, which no tokenizer of the run has made.
+  has_token_ids: bool = False
   # Suffixes of the files whose format is that of this source.
   suffixes: tuple[str, ...] = ()
   # Further suffixes that it reads. If it has no suffixes at all, it may read any file.
@@ -184,6 +186,11 @@ SOURCES = Registry(
     "maxlite.data.sources:prompts_source",
     has_prompts=True,
     also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
+  ),
+  tokens=SourceEntry(
+    "maxlite.data.sources:tokens_source",
+    has_token_ids=True,
+    suffixes=(".bin", ".npy"),
   ),
 )
 

@@ -12,7 +12,11 @@ def order_fingerprint(cfg: DataConfig) -> JsonObject:
   seed = None
   if cfg.enable_data_shuffling:
     seed = cfg.data_shuffle_seed
+  of_megatron = {}
+  if cfg.megatron_order:
+    of_megatron["megatron_num_samples"] = cfg.megatron_num_samples
   return {
+    **of_megatron,
     "max_target_length": cfg.max_target_length,
     "enable_data_shuffling": cfg.enable_data_shuffling,
     "data_sampling": cfg.data_sampling,
