@@ -281,6 +281,8 @@ class OptimizerEntry(Entry):
   hyperparameters: tuple[str, ...] = ()
   # Its updates have the learning rate and the weight decay, which are added to others.
   has_rate: bool = False
+  # It also takes the ModelConfig, as `model`.
+  reads_model: bool = False
 
 
 class OptimizerRegistry(Registry[OptimizerEntry]):
@@ -322,9 +324,10 @@ OPTIMIZERS = OptimizerRegistry(
     why_no_mup="its updates follow the size of the weights",
   ),
   muon=OptimizerEntry(
-    "maxlite.optim.build:muon",
+    "maxlite.optim.muon:muon",
     mup_updates="muon",
-    hyperparameters=("adam_b1", "adam_b2", "adam_eps", "muon_beta"),
+    hyperparameters=("adam_b1", "adam_b2", "adam_eps", "muon_beta", "muon_split"),
+    reads_model=True,
   ),
 )
 

@@ -59,7 +59,7 @@ _MODEL = _keys_of(ModelConfig) - _TRAINING_MODEL
 _TOKENIZER = {"tokenizer_type", "tokenizer_path", "chat_template_path", "add_bos"}
 _TRAINING_DATA = {
   "batch_size_schedule", "sequence_length_schedule", "packing_strategy", "enable_data_shuffling",
-  "data_shuffle_seed", "data_sampling", "grain_worker_count", "megatron_num_samples",
+  "data_shuffle_seed", "data_sampling", "skip_rows", "grain_worker_count", "megatron_num_samples",
   "reset_attention_mask", "eod_mask_loss",
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
@@ -172,6 +172,7 @@ _CONDITIONS = (
   _Condition(["adam_eps"], _uses_optimizer("adam_eps"), "write opt_type=adamw"),
   _Condition(["opt_kwargs"], _uses_optimizer("opt_kwargs"), "write opt_type=optax.NAME"),
   _Condition(["muon_beta"], _uses_optimizer("muon_beta"), "write opt_type=muon"),
+  _Condition(["muon_split"], _uses_optimizer("muon_split"), "write opt_type=muon"),
   _Condition(["wsd_decay_steps_fraction"], _uses_schedule("wsd"), "write lr_schedule_type=wsd"),
   _Condition(
     ["lora_alpha", "lora_experts"], lambda cfg: cfg.model.lora.lora_rank > 0, "write lora_rank=8"
@@ -183,6 +184,11 @@ _CONDITIONS = (
   ),
   _Condition(
     ["audit_action"], lambda cfg: cfg.training.audit_period > 0, "write audit_period=1000"
+  ),
+  _Condition(
+    ["skip_step_interval", "skip_step_scaling_factor"],
+    lambda cfg: cfg.training.skip_step_on_spikes,
+    "write skip_step_on_spikes=true",
   ),
   _Condition(["phase_strategy"], lambda cfg: bool(cfg.phasing.phases), "write phases"),
   _Condition(

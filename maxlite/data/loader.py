@@ -79,7 +79,7 @@ class DataLoader:
       parts.append(part)
     if self.cfg.megatron_order:
       return MixtureOrder(parts, [self._megatron_blend(parts)])
-    return MixtureOrder(parts, mixture_segments(parts, self.schedule.first_row))
+    return MixtureOrder(parts, mixture_segments(parts, self.num_passed))
 
   def _megatron_blend(self, parts: Sequence[MixturePart]) -> Segment:
     """Return the rows of a run of Megatron-LM, whose sources have the order of its samples."""
@@ -96,6 +96,25 @@ class DataLoader:
           f"blend of Megatron-LM takes {count}: raise its weight or megatron_num_samples"
         )
     return segment
+
+  @functools.cached_property
+  def kept_order(self) -> grain.MapDataset[int]:
+    """The order of the training rows without `skip_rows`."""
+    if not self.cfg.skip_rows:
+      return self.order
+    # Only such a run opens the file.
+    from maxlite.data.skipped_rows import KeptRows, SkippedRows
+
+    return KeptRows(self.order, SkippedRows(self.cfg.skip_rows))
+
+  def num_passed(self, num_batches: int) -> int:
+    """Return how many rows the stream has passed after its first batches, with skipped ones."""
+    num_rows = self.schedule.first_row(num_batches)
+    if not self.cfg.skip_rows:
+      return num_rows
+    from maxlite.data.skipped_rows import SkippedRows
+
+    return SkippedRows(self.cfg.skip_rows).num_passed(num_rows)
 
   @functools.cached_property
   def schedule(self) -> BatchSchedule:
@@ -171,7 +190,7 @@ class DataLoader:
     """Return the training batches of this host, without end."""
     rows_by_source = {name: source.train for name, source in self.source.by_name.items()}
     return HostBatches(
-      order=self.order,
+      order=self.kept_order,
       rows=self.source.train,
       schedule=self.schedule,
       global_batch_size=self.global_batch_size,
@@ -209,11 +228,28 @@ class DataLoader:
 
   def fingerprint(self, num_batches: int) -> JsonObject:
     """Return everything that the first batches depend on, by config key, as JSON values."""
-    num_rows = self.schedule.first_row(num_batches)
+    num_rows = self.num_passed(num_batches)
     fingerprint = order_fingerprint(self.cfg)
     fingerprint["global_batch_size"] = self.schedule.past_sizes(num_batches)
     fingerprint["data"] = self.order.history(num_rows)
+    fingerprint["skip_rows"] = [list(each) for each in self.cfg.skip_rows if each[0] < num_rows]
     return fingerprint
+
+  def state(self, num_batches: int) -> JsonObject:
+    """Return the number of batches taken and all that they depend on, as JSON values."""
+    state = {"num_batches": num_batches, **self.fingerprint(num_batches)}
+    if not state["skip_rows"]:
+      del state["skip_rows"]
+    return state
+
+  def describe_use(self, num_batches: int) -> list[str]:
+    """Return a line per source on the rows of the first batches, with skipped ones."""
+    num_rows = self.num_passed(num_batches)
+    lines = self.order.describe_use(num_rows)
+    num_skipped = num_rows - self.schedule.first_row(num_batches)
+    if num_skipped:
+      lines.append(f"skip_rows: {num_skipped:,} of these rows, which were not trained on")
+    return lines
 
 
 def open_data(
@@ -277,7 +313,7 @@ class TrainStream:
   def __next__(self) -> HostBatch:
     cfg = self._data.cfg
     if cfg.megatron_order and (
-      self._data.schedule.first_row(self._num_taken + 1) > cfg.megatron_num_samples
+      self._data.num_passed(self._num_taken + 1) > cfg.megatron_num_samples
     ):
       raise UserError(
         f"megatron_num_samples={cfg.megatron_num_samples} ends after {self._num_taken} batches: "
@@ -299,7 +335,7 @@ class TrainStream:
 
   def state(self) -> JsonObject:
     """Return the number of batches taken and all that they depend on, as JSON values."""
-    return {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    return self._data.state(self._num_taken)
 
   def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
@@ -310,8 +346,7 @@ class TrainStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the rows that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     self._iterator.close()
@@ -347,7 +382,7 @@ class PromptStream:
 
   def _prompts(self, rows: range) -> list[Prompt]:
     source = self._data.source.train
-    return [cast(Prompt, source[int(self._data.order[row])]) for row in rows]
+    return [cast(Prompt, source[int(self._data.kept_order[row])]) for row in rows]
 
   @property
   def num_taken(self) -> int:
@@ -356,7 +391,7 @@ class PromptStream:
 
   def state(self) -> JsonObject:
     """Return the number of sets taken and all that they depend on, as JSON values."""
-    state = {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    state = self._data.state(self._num_taken)
     if self.pending is not None:
       state["rollouts"] = self.pending
     return state
@@ -370,8 +405,7 @@ class PromptStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the prompts that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     pass

@@ -166,12 +166,13 @@ def megatron(cfg: Config) -> Violations:
       ["megatron_num_samples", "megatron_order"],
       "its order depends on it; write train_iters x global_batch_size of the job",
     )
-  elif cfg.run.steps * data.global_batch_size > data.megatron_num_samples:
-    yield Violation(
-      ["megatron_num_samples", "steps"],
-      "the samples end before the steps; write steps="
-      f"{data.megatron_num_samples // data.global_batch_size}",
-    )
+  else:
+    num_skipped = sum(end - first for first, end in data.skip_rows)
+    most = (data.megatron_num_samples - num_skipped) // data.global_batch_size
+    if cfg.run.steps > most:
+      yield Violation(
+        ["megatron_num_samples", "steps"], f"the samples end before the steps; write steps={most}"
+      )
   if not _SPLIT.fullmatch(data.megatron_split) or not float(data.megatron_split.split(",")[0]):
     yield Violation(["megatron_split"], "is no list of up to three shares; write 969,30,1")
 
@@ -215,6 +216,21 @@ def schedules(cfg: Config) -> Violations:
         ["sequence_length_schedule", "max_target_length"],
         f"{length} is not a divisor; write {divisor}",
       )
+
+
+def skipped_rows(cfg: Config) -> Violations:
+  """The rules on ranges of rows that are not trained on."""
+  ends = [0]
+  for first, end in cfg.data.skip_rows:
+    ends += [first, end]
+    if first >= end:
+      yield Violation(
+        ["skip_rows"], f"[{first}, {end}] has no rows; write [[{first}, {first + 1}]] for one"
+      )
+  if ends != sorted(ends):
+    yield Violation(
+      ["skip_rows"], "ranges must ascend from 0 and not overlap; write [[800, 816], [900, 908]]"
+    )
 
 
 def data_files(cfg: Config) -> Violations:
@@ -288,4 +304,14 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, shards, megatron, megatron_blend, schedules)
+DATA_RULES = (
+  tokenizer,
+  chat,
+  columns,
+  batches,
+  shards,
+  megatron,
+  megatron_blend,
+  schedules,
+  skipped_rows,
+)

@@ -155,5 +155,10 @@ class DataConfig:
     "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement.",
     choices=ROW_ORDERS,
   )
+  skip_rows: tuple[tuple[int, int], ...] = field(
+    (),
+    "Rows that are not trained on: [[800, 816]] are rows 800 to 815 of the training rows in their "
+    "order, from 0. Later rows take their places (docs/data.md).",
+  )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
   grain_prefetch_buffer_size: int = field(16, "Batches prefetched.", low=1)
