@@ -105,6 +105,20 @@ def test_every_format_and_width_holds_the_same_documents(tmp_path, kind, dtype):
   assert data.source.train.num_tokens == sum(map(len, documents))
 
 
+def test_documents_stay_whole_by_best_fit(tmp_path):
+  documents = [document for document in draw_documents(30) if 1 < len(document) <= T]
+  file = write(tmp_path / "a", documents, "indexed", "int64")
+  cfg = config(file, document_end_id=-1, packing_strategy="best_fit")
+  rows = opened(cfg, tmp_path).source.train
+  found = []
+  for index in range(len(rows)):
+    row = rows[index]
+    for segment in range(1, int(row["segment_BT"].max()) + 1):
+      is_here = row["segment_BT"] == segment
+      found.append([*row["tokens_BT"][is_here].tolist(), row["targets_BT"][is_here][-1]])
+  assert sorted(found) == sorted(documents)
+
+
 def test_documents_of_an_index_have_several_sequences(tmp_path):
   file = write_indexed(tmp_path / "a", [[[5, 6], [7]], [], [[8], [], [9, 9]]])
   data = opened(config(file, document_end_id=-1, enable_data_shuffling=False), tmp_path)
