@@ -35,7 +35,7 @@ _OWN_SECTIONS = {
   "plan": ("plan", "mesh"),
   "audit": ("audit", "mesh"),
   "convert": ("convert",),
-  "tokenizer": ("tokenizer", "data"),
+  "data": ("data", "inspect", "tokenizer"),
 }
 
 

@@ -21,7 +21,7 @@ def prompts_file(tmp_path):
 @pytest.mark.parametrize(
   ("factor", "keys"),
   [
-    (1.0, {}),
+    pytest.param(1.0, {}, marks=slow),
     (1.2, {}),
     pytest.param(1.0, {"dtype": "bfloat16"}, marks=slow),
     pytest.param(1.2, {"decoder_block": "deepseek"}, marks=slow),
@@ -55,6 +55,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
   np.testing.assert_allclose(sharded.log_prob_NC, one.log_prob_NC, atol=1e-5)
 
 
+@slow
 def test_unverified_tokens_are_the_engines_and_their_experts_the_trained_programs(prompts_file):
   sampler, params, prompts = open_sampler(
     prompts_file,
