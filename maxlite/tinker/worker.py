@@ -98,6 +98,8 @@ class Worker:
     self._arrived: collections.deque[Request] = collections.deque()
     self._ended: collections.deque[str] = collections.deque()
     self._is_closing = False
+    # Found in the store by `resume`; one that was stored while it ran is submitted too.
+    self._resumed: set[int] = set()
     self._models: dict[str, _Model] = {}
     self._samples: collections.deque[Request] = collections.deque()
     # The last slot is the sampler's.
@@ -151,8 +153,10 @@ class Worker:
     for session_id in self._store.sessions():
       self._store.touch_session(session_id)
     self._recover()
-    for request in self._store.open_requests():
+    requests = self._store.open_requests()
+    for request in requests:
       self._admit(request)
+    self._resumed = {request.number for request in requests}
 
   def process(self) -> None:
     """Process the next requests of every model, and the samples of one; waits for some."""
@@ -180,6 +184,8 @@ class Worker:
       self._end(session_id)
 
   def _admit(self, request: Request) -> None:
+    if request.number in self._resumed:
+      return
     if request.kind == SAMPLE:
       self._samples.append(request)
       return

@@ -272,6 +272,20 @@ def test_a_sampler_keeps_the_weights_of_its_snapshot(tmp_path, machine):
   assert before == after
 
 
+def test_a_request_that_arrives_while_a_server_resumes_is_processed_once(tmp_path, machine):
+  server, client = open_client(tmp_path, machine)
+  key, owner, number, kind, body = client._train([datum_of(1)])
+  stored, _ = server.store.accept(key, client.session_id, owner, number, kind, body)
+  server.kill()
+  server = Server(tmp_path, *machine)  # which finds it in the store
+  server.worker.process()
+  result = server.store.result(stored.request_id)
+  assert result.media == PROTOBUF
+  server.worker.submit(stored)
+  server.worker.process()
+  assert server.store.result(stored.request_id) == result
+
+
 def test_two_servers_of_a_run_are_refused(tmp_path, machine):
   open_client(tmp_path, machine)
   database = tmp_path / "tinker.sqlite"
