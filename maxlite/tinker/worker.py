@@ -33,7 +33,8 @@ FORWARD = "forward"
 FORWARD_BACKWARD = "forward_backward"
 CREATE = "create_model"
 SAMPLE = "sample"
-_GAP_SECONDS = 10.0  # for which a request waits for those before it
+# For which a request waits for those before it: the client repeats a lost one for five minutes.
+_GAP_SECONDS = 330.0
 _STORE_EVERY = 8  # updates of a model; a restart computes as many again at most
 _SESSION_SECONDS = 3600.0  # without a sign of its client, after which a session ends
 _TASKS_PER_BATCH = 256  # sampling requests of one adapter that are decoded together
@@ -152,6 +153,7 @@ class Worker:
     """Go on from what is in the store."""
     for session_id in self._store.sessions():
       self._store.touch_session(session_id)
+    self._sampler.reset()
     self._recover()
     requests = self._store.open_requests()
     for request in requests:
