@@ -29,6 +29,7 @@ ROWS = (
   {"models"},
   {"optim", "data", "metrics", "checkpoint"},
   {"step"},
+  {"libraries"},
   {"phases"},
   {"training"},
   {"evaluation", "auditing"},

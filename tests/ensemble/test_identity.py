@@ -14,8 +14,8 @@ from families import batch, largest_error, loss, train_alone
 from support.slow_cases import fast_only, slow
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.members.linen import identity
 from maxlite.errors import UserError
+from maxlite.libraries.identity import identity
 
 
 class Fields(nn.Module):
