@@ -1,5 +1,6 @@
 """Which library a model is of, from its type."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable
@@ -81,14 +82,26 @@ def _build(
 
 def _function_of_key(function: Callable) -> Callable[[jax.Array], PyTree]:
   """The function as one of a random key, whatever the name of its argument."""
-  try:
-    parameters = inspect.signature(function).parameters
-  except ValueError:  # a builtin without a signature
-    return function
-  if "rngs" in parameters:
+  names = _free_parameters(function)
+  if "rngs" in names:
     from flax import nnx
 
     return lambda key: function(rngs=nnx.Rngs(key))
-  if "key" in parameters and parameters["key"].kind == inspect.Parameter.KEYWORD_ONLY:
+  if "key" in names:
     return lambda key: function(key=key)
   return function
+
+
+def _free_parameters(function: Callable) -> set[str]:
+  """The names by which arguments can be given, without those that `functools.partial` gives."""
+  given: set[str] = set()
+  while isinstance(function, functools.partial):
+    given |= function.keywords.keys()
+    function = function.func
+  if isinstance(function, type):
+    function = function.__init__  # the signature of a class may be its metaclass's
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except ValueError:  # a builtin without a signature
+    return set()
+  return {each.name for each in parameters if each.kind != each.POSITIONAL_ONLY} - given

@@ -59,7 +59,7 @@ class Model(abc.ABC):
 
     Args:
       place: the function, for messages.
-      value: the word for the first value that it returns.
+      value: what it returns first: the `scalar` of a loss, or the `model` of an update.
 
     Returns:
       What it returned, and the collections after the call.

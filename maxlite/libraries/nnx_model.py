@@ -89,10 +89,13 @@ class NnxModel(Model):
     module = self._bind(variables)
     result = function(module, batch, **extra_arguments(function, {"key": key}))
     after_call = returned(result, place, value=value)
+    _, params, others = _split(module)
+    if value == "scalar":
+      _check_unchanged(variables["params"], _as_dict(params), place)
     collections = {}
     if "variables" in variables:
       # Variables that the call created, such as those of `Module.sow`, are not kept.
-      after = flatten_dict(self._variables_of(module)["variables"])
+      after = flatten_dict(plain_arrays(_as_dict(others)))
       paths = flatten_dict(variables["variables"])
       missing = sorted("/".join(path) for path in paths.keys() - after.keys())
       if missing:
@@ -121,6 +124,17 @@ def _split(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
   graph, *states = nnx.split(module, nnx.Param, ...)
   params, others = states
   return graph, params, others
+
+
+def _check_unchanged(before: PyTree, after: PyTree, place: str) -> None:
+  """Raise UserError if a loss assigned to a parameter, whose value would be lost."""
+  after_by_path = flatten_dict(after)
+  for path, leaf in flatten_dict(before).items():
+    if after_by_path.get(path) is not leaf:
+      raise UserError(
+        f"{place} changes the parameter {'/'.join(path)}, which only the optimizer may: make it "
+        "a variable of another type, or change it in a phase with update="
+      )
 
 
 def _as_dict(state: nnx.State) -> dict[str, PyTree]:
