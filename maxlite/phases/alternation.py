@@ -175,9 +175,10 @@ class Alternation:
     return self._abstract_state(params, collections)
 
   def model(self, state: TrainState) -> PyTree:
-    """The trained model, in the form in which `init` got it; of a tree, the parameters."""
+    """A copy of the trained model in the form that `init` got; of a tree, the parameters."""
     _check_state(state)
-    return self._own(state.params, state.collections)
+    params, collections = jax.tree.map(jnp.copy, (state.params, state.collections))
+    return self._own(params, collections)
 
   def _own(self, params: PyTree, collections: PyTree) -> PyTree:
     if self._model is None:

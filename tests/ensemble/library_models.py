@@ -1,7 +1,7 @@
 """One network in four module libraries, and the training loop that a user of each would write.
 
-Every network has, if it is asked for, batch statistics and dropout, and an array of integers that is
-drawn like its parameters and not trained.
+Every network has, if it is asked for, batch statistics and dropout, and an array of integers that
+is drawn like its parameters and not trained.
 """
 
 import functools

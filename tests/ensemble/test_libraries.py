@@ -390,7 +390,7 @@ def test_predict_names_members_that_are_not_there():
   ):
     with pytest.raises(UserError, match=message):
       ensemble.predict(state, X_BD, members=members)
-  with pytest.raises(UserError, match="own_inputs=True .* does not have a first axis of 1"):
+  with pytest.raises(UserError, match=r"own_inputs=True .* does not have a first axis of 1"):
     ensemble.predict(state, X_BD, members=[0], own_inputs=True)
 
 

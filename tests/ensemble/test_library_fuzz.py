@@ -15,6 +15,7 @@ STRATEGIES = ("fused", "submesh", "switched", "stacked", "auto")
 MAY_REFUSE = ("stacked", "switched")
 TOLERANCE = 2e-5  # of losses and predictions, relative to the largest
 ARRAYS = 1e-4  # of parameters and statistics after training
+ROUNDING = 1e-5
 NUM_SLOW_DRAWS = 120
 BLOCK = 10
 
@@ -64,8 +65,8 @@ def check(number, libraries, num_members, strategy):
   where = f"draw {number}, {strategy}: {members}"
   try:
     state = ensemble.init(BATCHES[0])
-  except UserError as error:
-    assert strategy in MAY_REFUSE, f"{error}, {where}"
+  except UserError:
+    assert strategy in MAY_REFUSE, where
     return
   expected = [train_alone(member) for member in members]
   for n, batch in enumerate(BATCHES):
@@ -76,8 +77,11 @@ def check(number, libraries, num_members, strategy):
   predictions = ensemble.predict(state, BATCHES[0]).members
   for name, prediction, (_, model, want) in zip(ensemble.names, predictions, expected, strict=True):
     assert largest_error(np.asarray(prediction), want) <= TOLERANCE * 5, where
-    got = arrays_of(ensemble.member(state, name))
-    assert largest_error(got, arrays_of(model)) <= ARRAYS, f"{name} of {where}"
+    got_arrays = arrays_of(ensemble.member(state, name))
+    for got, wanted in zip(got_arrays, arrays_of(model), strict=True):
+      # A bias before a norm has no gradient but for rounding, and no size to compare with.
+      limit = ARRAYS * np.max(np.abs(wanted)) + ROUNDING
+      assert np.max(np.abs(np.subtract(got, wanted, dtype=np.float64))) <= limit, f"{name}, {where}"
 
 
 @pytest.fixture(autouse=True)
