@@ -1,8 +1,11 @@
 """Ensembles of Equinox, NNX and plain functions: what their users ask for, and their mistakes."""
 
 import functools
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -29,6 +32,7 @@ from support.slow_cases import slow
 from maxlite.ensemble import Ensemble, Member
 from maxlite.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 X_BD = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
 BATCH = (X_BD, X_BD[:, ::-1] ** 2)
 FIELDS = {"widths": (4,), "act": jnp.tanh, "has_norm": False, "rate": 0.0}
@@ -392,6 +396,48 @@ def test_predict_names_members_that_are_not_there():
       ensemble.predict(state, X_BD, members=members)
   with pytest.raises(UserError, match=r"own_inputs=True .* does not have a first axis of 1"):
     ensemble.predict(state, X_BD, members=[0], own_inputs=True)
+
+
+class Normed(eqx.Module):
+  """The stateful module of the page."""
+
+  linear: eqx.nn.Linear
+  norm: eqx.nn.BatchNorm
+  dropout: eqx.nn.Dropout
+
+  def __init__(self, key):
+    self.linear = eqx.nn.Linear(2, 1, key=key)
+    self.norm = eqx.nn.BatchNorm(1, axis_name="batch", mode="batch")
+    self.dropout = eqx.nn.Dropout(0.5)
+
+  def __call__(self, x_D, state, key):
+    x_D, state = self.norm(self.linear(x_D), state)
+    return self.dropout(x_D, key=key), state
+
+
+class NnxMlp(nnx.Module):
+  def __init__(self, width, *, rngs):
+    self.a = nnx.Linear(2, width, rngs=rngs)
+    self.b = nnx.Linear(width, 1, rngs=rngs)
+
+  def __call__(self, x_BD):
+    return self.b(jnp.tanh(self.a(x_BD)))
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_page_run_for_every_library(tmp_path):
+  text = (ROOT / "docs" / "ensembles.md").read_text("utf-8")
+  section = text[text.index("## Any module library") : text.index("### What is trained")]
+  blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+  assert len(blocks) == 6
+  script = tmp_path / "example.py"
+  script.write_text("\n".join([*blocks, "members_of_linen = members\n"]))
+  inputs = {"batch": (X_BD, X_BD[:, :1]), "Net": Normed, "MLP": NnxMlp}
+  names = runpy.run_path(str(script), inputs)
+  assert isinstance(names["model"], NnxMlp)
+  assert isinstance(names["model_state"], eqx.nn.State)
+  assert set(names["params"]) == {"in", "out"}
+  assert isinstance(names["module"], nn.Module)
 
 
 WITHOUT_EQUINOX = """

@@ -1,5 +1,9 @@
 """Phases of Equinox and NNX models: losses get the model, and phases equal a plain loop."""
 
+import re
+import runpy
+from pathlib import Path
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -247,6 +251,18 @@ def test_a_model_is_saved_loaded_and_evaluated(tmp_path):
   loaded, loaded_metrics = again.step(loaded, BATCH)
   np.testing.assert_array_equal(metrics["loss"], loaded_metrics["loss"])
   assert trees_equal(again.model(loaded), alternation.model(state))
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_page_run(tmp_path):
+  text = (Path(__file__).parents[2] / "docs" / "alternating.md").read_text("utf-8")
+  section = text[text.index("### Models of Equinox") : text.index("### What stops training")]
+  (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+  script = tmp_path / "example.py"
+  script.write_text(block)
+  names = {"Alternation": Alternation, "Phase": Phase, "Model": Equinox, "batch": BATCH}
+  result = runpy.run_path(str(script), {**names, "optax": optax, "jax": jax, "jnp": jnp})
+  assert isinstance(result["model"], Equinox)
 
 
 @pytest.mark.parametrize(
