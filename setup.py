@@ -48,6 +48,7 @@ setup(
     "tensorstore>=0.1.86",
     "grain>=0.2.18",
     "numpy>=2.1",
+    "scipy>=1.14",
     "ml_dtypes>=0.5",
     "absl-py>=2.3",
     "etils>=1.13",

@@ -95,13 +95,14 @@ def _function_of_key(function: Callable) -> Callable[[jax.Array], PyTree]:
 def _free_parameters(function: Callable) -> set[str]:
   """The names by which arguments can be given, without those that `functools.partial` gives."""
   given: set[str] = set()
-  while isinstance(function, functools.partial):
-    given |= function.keywords.keys()
-    function = function.func
-  if isinstance(function, type):
-    function = function.__init__  # the signature of a class may be its metaclass's
+  inner: Any = function
+  while isinstance(inner, functools.partial):
+    given |= inner.keywords.keys()
+    inner = inner.func
+  if isinstance(inner, type):
+    inner = vars(inner).get("__init__", inner)  # the signature may be that of its metaclass
   try:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(inner).parameters.values()
   except ValueError:  # a builtin without a signature
     return set()
   return {each.name for each in parameters if each.kind != each.POSITIONAL_ONLY} - given
