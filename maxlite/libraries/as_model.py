@@ -100,7 +100,7 @@ def _free_parameters(function: Callable) -> set[str]:
     given |= inner.keywords.keys()
     inner = inner.func
   if isinstance(inner, type):
-    inner = vars(inner).get("__init__", inner)  # the signature may be that of its metaclass
+    inner = inspect.getattr_static(inner, "__init__")  # its signature may be its metaclass's
   try:
     parameters = inspect.signature(inner).parameters.values()
   except ValueError:  # a builtin without a signature

@@ -301,6 +301,47 @@ def test_states_are_saved_and_loaded(library, tmp_path):
   again.step(loaded, BATCHES[1])
 
 
+def make_parts():
+  """A factory for worker processes."""
+  members = [make_member("equinox", FIELDS | {"has_norm": True}, optax.sgd(0.1), z) for z in (0, 1)]
+  members.append(make_member("nnx", FIELDS, optax.sgd(0.1), 2))
+  return {"members": members, "loss": loss, "predict": predict}
+
+
+@pytest.mark.slow
+def test_members_train_in_worker_processes(monkeypatch):
+  monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "standard")
+  monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
+  remote = Ensemble.from_factory(f"{__name__}:make_parts", num_workers=2, strategy="processes")
+  local = Ensemble(**make_parts(), strategy="submesh", devices=ONE_DEVICE)
+  states = [ensemble.init(BATCHES[0]) for ensemble in (remote, local)]
+  for batch in BATCHES:
+    for n, ensemble in enumerate((remote, local)):
+      states[n], _ = ensemble.step(states[n], batch)
+  for name in remote.names:
+    got, want = arrays_of(remote.member(states[0], name)), arrays_of(local.member(states[1], name))
+    assert largest_error(got, want) == 0
+  part = remote.predict(states[0], BATCHES[0], members=[2, "m0"])
+  whole = remote.predict(states[0], BATCHES[0])
+  want = np.asarray(whole.members[np.array([2, 0])])
+  assert largest_error(np.asarray(part.members), want) <= 1e-6
+
+
+@pytest.mark.slow
+def test_nnx_members_of_other_widths_are_padded():
+  optimizer = optax.sgd(0.1)
+  members = [make_member("nnx", FIELDS | {"widths": (n,)}, optimizer, n) for n in (3, 5)]
+  padded = Ensemble(members, loss, predict=predict, strategy="padded", devices=ONE_DEVICE)
+  fused = Ensemble(members, loss, predict=predict, strategy="fused", devices=ONE_DEVICE)
+  states = [ensemble.init(BATCHES[0]) for ensemble in (padded, fused)]
+  for batch in BATCHES:
+    for n, ensemble in enumerate((padded, fused)):
+      states[n], _ = ensemble.step(states[n], batch)
+  got = padded.predict(states[0], BATCHES[0]).members
+  want = fused.predict(states[1], BATCHES[0]).members
+  assert largest_error(np.asarray(got), np.asarray(want)) <= 1e-5
+
+
 def first_step(members, loss=squares, **keys):
   ensemble = Ensemble(members, loss, devices=ONE_DEVICE, **keys)
   ensemble.step(ensemble.init(BATCH), BATCH)
