@@ -30,6 +30,8 @@ from library_models import (
 from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.grouping import group_members
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +83,7 @@ def test_equinox_786_members_of_every_depth_train_together():
   }
 
 
+@pytest.mark.slow
 def test_equinox_693_eight_members_are_one_program_and_equal_a_vmapped_loop():
   """https://github.com/patrick-kidger/equinox/issues/693"""
   make = mlp(2)
@@ -145,7 +148,8 @@ def test_equinox_905_the_members_asked_for_are_chosen_by_data():
   assert [function._cache_size() for function in engine._predict_rows] == [1]
 
 
-@pytest.mark.parametrize("strategy", ["fused", slow("submesh"), slow("switched")])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fused", "submesh", "switched"])
 def test_a_subset_predicts_what_it_does_among_all(strategy):
   members = [
     make_member("equinox", FIELDS, optax.sgd(0.1), 0),
@@ -164,7 +168,7 @@ def test_a_subset_predicts_what_it_does_among_all(strategy):
   assert apart.mean.shape == apart.disagreement.shape == (4, 1)
 
 
-@pytest.mark.parametrize("library", ["equinox", "nnx"])
+@pytest.mark.parametrize("library", [slow("equinox"), "nnx"])
 def test_given_and_made_members_of_one_structure_are_one_group(library):
   fields = FIELDS | {"has_norm": True}
   members = [
@@ -186,18 +190,18 @@ def test_structure_that_differs_makes_groups():
     return lambda key: Scaled(eqx.nn.MLP(2, 2, width, 1, act, key=key), scale)
 
   makes = [net(1.0), net(1.0), net(1), net(True), net(1.0, 3), net(1.0, act=jnp.sin)]
-  members = [Member(make, optax.sgd(0.1), z) for z, make in enumerate(makes)]
-  ensemble = Ensemble(members, squares, devices=ONE_DEVICE, strategy="fused")
-  ensemble.init(BATCH)
-  assert groups_of(ensemble) == [2, 1, 1, 1, 1]
+  assert group_sizes([Member(make, optax.sgd(0.1)) for make in makes], BATCH) == [2, 1, 1, 1, 1]
   nets = [
-    functools.partial(NnxNet, **FIELDS | {"act": act}) for act in (jnp.tanh, jnp.tanh, jnp.sin)
+    functools.partial(NnxNet, **FIELDS | change)
+    for change in ({}, {}, {"act": jnp.sin}, {"rate": 0}, {"widths": (5,)})
   ]
-  nets.append(functools.partial(NnxNet, **FIELDS | {"rate": 0}))
   members = [Member(make, optax.sgd(0.1)) for make in nets]
-  ensemble = Ensemble(members, loss, devices=ONE_DEVICE, strategy="fused")
-  ensemble.init(BATCHES[0])
-  assert groups_of(ensemble) == [2, 1, 1]
+  assert group_sizes(members, BATCHES[0]) == [2, 1, 1, 1]
+
+
+def group_sizes(members, batch):
+  programs = build_programs(members, squares, over_rows, batch)
+  return [len(group) for group in group_members(programs)]
 
 
 class Scaled(eqx.Module):
@@ -208,6 +212,7 @@ class Scaled(eqx.Module):
     return self.mlp(x_D) * self.scale
 
 
+@pytest.mark.slow
 def test_parameters_are_frozen_by_their_paths():
   members = [
     Member(mlp(1), optax.sgd(0.1), train=["layers/1/.*"]),
@@ -242,7 +247,8 @@ class Plain(nnx.Module):
     return self.b(jnp.tanh(self.a(x_BD)))
 
 
-@pytest.mark.parametrize("library", [slow("equinox"), "nnx"])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["equinox", "nnx"])
 def test_a_pretrained_model_is_the_base_of_adapters_and_is_held_once(library):
   class Adapted(nnx.Module):
     def __init__(self, rngs):
@@ -286,7 +292,8 @@ def test_a_pretrained_model_is_the_base_of_adapters_and_is_held_once(library):
   assert largest_error(*arrays) == 0  # from equal bases, one batch and one optimizer
 
 
-@pytest.mark.parametrize("library", ["equinox", slow("nnx"), slow("functions")])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["equinox", "nnx", "functions"])
 def test_states_are_saved_and_loaded(library, tmp_path):
   fields = FIELDS | {"has_norm": library != "functions"}
   members = [make_member(library, fields, optax.adam(0.1), seed) for seed in range(2)]
@@ -487,6 +494,8 @@ sys.modules["equinox"] = None  # as if it was not installed: importing it fails
 import flax.linen as nn, jax, jax.numpy as jnp, optax
 from flax import nnx
 from maxlite.ensemble import Ensemble, Member
+from maxlite.ensemble.engines.grouping import group_members
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.phases import Alternation, Phase
 
 net = lambda rngs: nnx.Linear(2, 1, rngs=rngs)

@@ -6,6 +6,7 @@ import optax
 import pytest
 from families import largest_error
 from library_models import ACTIVATIONS, BATCHES, arrays_of, loss, make_member, predict, train_alone
+from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble
 from maxlite.errors import UserError
@@ -90,8 +91,9 @@ def standard_promotion():
     yield
 
 
-def test_members_of_four_libraries_equal_plain_loops():
-  check(1, LIBRARIES, 4, "fused")
+@pytest.mark.parametrize("libraries", [("equinox", "nnx"), slow(LIBRARIES)])
+def test_members_of_several_libraries_equal_plain_loops(libraries):
+  check(1, libraries, len(libraries), "fused")
 
 
 @pytest.mark.slow

@@ -182,6 +182,7 @@ def stateful_loss(model, batch, key, state):
   return jnp.mean((y_BD - batch[1]) ** 2), {}, state
 
 
+@pytest.mark.slow
 def test_equinox_state_changes_in_phases_that_train_its_layer():
   model_phases = [
     Phase("head", ["head/.*"], stateful_loss, optax.sgd(0.1), steps=1),
@@ -230,6 +231,7 @@ def test_an_update_returns_the_model(library):
   assert np.isfinite(metrics["size"])
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_loaded_and_evaluated(tmp_path):
   alternation = Alternation(phases())
   state = alternation.init(Nnx)
