@@ -59,7 +59,7 @@ def _contents(value: object) -> Sequence[object] | None:
 def _function_identity(function: types.FunctionType) -> Hashable:
   """The code of a function with the values that it closes over and its defaults."""
   defaults = function.__kwdefaults__ or {}
-  values = [*(function.__defaults__ or ()), *defaults.items()]
+  values = [*(function.__defaults__ or ()), *defaults, *defaults.values()]
   try:
     values += [cell.cell_contents for cell in function.__closure__ or ()]
   except ValueError:  # a variable that is not assigned yet

@@ -99,6 +99,8 @@ def test_functions_are_the_same_by_their_code_and_what_they_close_over():
   assert identity(scaled(array)) != identity(scaled(jnp.ones(2)))
   defaults = [lambda x, n=n: x + n for n in (1, 1, 2)]
   assert identity(defaults[0]) == identity(defaults[1]) != identity(defaults[2])
+  keywords = [lambda x, *, n=n: x + n for n in (1, 1, 2)]
+  assert identity(keywords[0]) == identity(keywords[1]) != identity(keywords[2])
   partials = [functools.partial(scaled, n) for n in (1, 1, True)]
   assert identity(partials[0]) == identity(partials[1]) != identity(partials[2])
 
