@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxlite.errors import UserError
 from maxlite.libraries.calls import Returned, extra_arguments, returned
@@ -36,7 +37,7 @@ class FunctionModel(Model):
     def arrays(key: jax.Array) -> PyTree:
       tree = init(key)
       for key_path, leaf in jax.tree.leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array | np.ndarray):
           raise UserError(
             f"init of {self.name} returns {path_of(key_path)}, a {type(leaf).__name__}, which is "
             "not an array: give its value to apply"

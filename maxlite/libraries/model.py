@@ -107,7 +107,7 @@ def plain_arrays(tree: PyTree) -> PyTree:
   def plain(leaf: PyTree) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       return jax.random.key_data(leaf)
-    return jnp.asarray(leaf, leaf.dtype)
+    return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
   return jax.tree.map(plain, tree)
 

@@ -238,6 +238,20 @@ def run_rows(model, x_BD):
   return jax.vmap(model)(x_BD) if isinstance(model, eqx.Module) else model(x_BD)
 
 
+def test_functions_may_return_arrays_of_numpy():
+  weights = np.eye(2)  # float64, of which JAX keeps 32 bits
+  members = [Member(init=lambda key: {"w": weights}, apply=project, optimizer=optax.sgd(0.1))]
+  ensemble = Ensemble(members, lambda model, batch: jnp.mean((model(batch[0]) - batch[1]) ** 2))
+  state = ensemble.init(BATCH)
+  np.testing.assert_array_equal(ensemble.member(state, "m0")["w"], weights)
+  state, _ = ensemble.step(state, BATCH)
+  assert np.any(ensemble.member(state, "m0")["w"] != weights)
+
+
+def project(tree, x_BD):
+  return x_BD @ tree["w"]
+
+
 class Plain(nnx.Module):
   def __init__(self, width, *, rngs):
     self.a = nnx.Linear(2, width, rngs=rngs)
