@@ -121,6 +121,22 @@ def test_equinox_693_eight_members_are_one_program_and_equal_a_vmapped_loop():
     assert largest_error(np.asarray(metrics["loss"]), np.asarray(want_Z)) <= 2e-5
 
 
+def test_optax_577_and_932_a_rate_per_model_is_data_of_the_program():
+  """https://github.com/google-deepmind/optax/issues/577 and 932: other rates, the same program."""
+  programs = []
+  for rates in ((0.1, 0.2), (0.3, 0.05)):
+    members = [
+      Member(mlp(1), optax.adam, hyperparameters={"learning_rate": rate}) for rate in rates
+    ]
+    ensemble = Ensemble(members, squares, strategy="stacked", devices=ONE_DEVICE)
+    state = ensemble.init(BATCH)
+    (group,) = state
+    stored = group.members.opt_state.hyperparams["learning_rate"]
+    np.testing.assert_allclose(stored, rates, rtol=1e-6)
+    programs.append(ensemble._engine.jitted_step.lower(state, BATCH).as_text())
+  assert programs[0] == programs[1]
+
+
 def test_equinox_313_a_member_comes_out_as_the_module_that_went_in():
   """https://github.com/patrick-kidger/equinox/issues/313"""
   given = [eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(z)) for z in range(3)]
