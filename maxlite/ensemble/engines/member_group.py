@@ -121,7 +121,9 @@ class MemberGroup(Group):
     )
     self._stored = stored  # names of the numbers in the optimizer state
     self._seed_Z = np.stack([program.seed_array for program in programs])
-    self._draws_alike = len({program.draw_key for program in programs}) == 1
+    # Whether one function draws the variables of all members; others start from stacked variables.
+    draws_alike = len({program.draw_key for program in programs}) == 1
+    self._draws = draws_alike and not first.has_own_start
 
   @property
   def axis(self) -> str | None:
@@ -140,13 +142,14 @@ class MemberGroup(Group):
     return tree_bytes(shared) * (len(self.programs) - 1)
 
   def read_start(self) -> PyTree:
-    first = self.programs[0]
-    if self._draws_alike and not first.has_own_start:
-      return first.read_base_params()
-    starts = [program.read_base_params() for program in self.programs]
-    if self._draws_alike:
-      return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(starts))
-    return starts
+    if self._draws:
+      return self.programs[0].read_base_params()
+    variables = []
+    for program in self.programs:
+      # Outside of a program: one with every member's functions would take long to compile.
+      start = program.read_base_params()
+      variables.append(jax.device_get(program.functions.init_variables(program.seed_array, start)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *variables)
 
   def init(self, start: PyTree = None) -> GroupState:
     variables_Z, shared = self._init_variables(start)
@@ -174,22 +177,16 @@ class MemberGroup(Group):
 
   def _init_variables(self, start: PyTree) -> tuple[dict[str, PyTree], PyTree]:
     """(the members' variables, stacked, without the shared parameters; the shared ones)."""
-    if self._draws_alike:
-      own_axis = 0 if start is not None and self.programs[0].has_own_start else None
-      first_start = start if own_axis is None else take_row(start, 0)
-      drawn = self.functions.init_variables(self._seed_Z[0], first_start)
+    if self._draws or start is None:  # None, where only shapes are computed
+      drawn = self.functions.init_variables(self._seed_Z[0], start)
       _, shared = split(meta.unbox(drawn["params"]), self.labels)
-      module = self._lift("create", in_axes=(0, own_axis))
+      module = self._lift("create", in_axes=(0, None))
       _, boxed = module.apply({}, self._seed_Z, start, method="create", mutable=True)
       variables_Z = {name: named_tree[_TREE] for name, named_tree in meta.unbox(boxed).items()}
       return variables_Z, shared
-    drawn_by_member = []
-    for z, program in enumerate(self.programs):
-      own_start = None if start is None else start[z]
-      variables = dict(program.functions.init_variables(self._seed_Z[z], own_start))
-      variables["params"], shared = split(variables["params"], self.labels)
-      drawn_by_member.append(variables)
-    return stack_rows(drawn_by_member), shared
+    variables_Z = dict(start)
+    variables_Z["params"], frozen_Z = split(start["params"], self.labels)
+    return variables_Z, take_row(frozen_Z, 0)
 
   def step(self, state: GroupState, batch: PyTree) -> tuple[GroupState, Metrics]:
     """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
