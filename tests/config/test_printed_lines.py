@@ -183,6 +183,7 @@ _OWN_TEXT = {
   "maxlite/compare.py",
   "maxlite/config/load.py",
   "maxlite/convert.py",
+  "maxlite/data/__main__.py",
   "maxlite/data/sources/template_worker.py",
   "maxlite/diff.py",
   "maxlite/inference/generation.py",
