@@ -4,6 +4,7 @@ import jax
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.sharding import Sharder
 from maxlite.sharding.host_memory import HOST_MEMORY
 
 # Saved by remat_policy=minimal and offload. moe_route and moe_rows are not matmul outputs; moe_rows
@@ -32,7 +33,7 @@ def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
   return MATMUL_OUTPUTS
 
 
-def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
+def remat(layer: type[nn.Module], cfg: ModelConfig, sharder: Sharder) -> type[nn.Module]:
   """`layer` with rematerialization by cfg.remat_policy."""
   names = saved_by_remat(cfg)
   if names is None:
@@ -46,4 +47,6 @@ def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
     )
   else:
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-  return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
+  # In a loop, XLA cannot reuse the forward pass in the backward pass. GPUs unroll the scan.
+  prevent_cse = not cfg.scan_layers or sharder.platform == "gpu"
+  return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)

@@ -16,6 +16,7 @@ from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
 from maxlite.sharding.pytree import PyTree
+from maxlite.training.one_pass_nll import NllOptions, nll_sums
 
 _ROW_NAMES = ("activation_batch", "activation_length")  # Logical axes of [B, T].
 
@@ -78,6 +79,8 @@ def cross_entropy_sums(
   chunk_tokens: int,
   sharder: Sharder,
   soft_cap: float = 0.0,
+  *,
+  one_pass: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Weighted sums of -log p(target) [nats] and of the squared log-partition, in float32.
 
@@ -88,6 +91,8 @@ def cross_entropy_sums(
     weight: the weight of each target.
     chunk_tokens: tokens per device with logits in memory at once.
     soft_cap: of the logits; 0: none.
+    one_pass: whether gradients are computed with the sums, which saves the second computation of
+      the logits; only the first sum has a gradient then.
   """
   return _token_sums(
     _cross_entropy,
@@ -96,6 +101,7 @@ def cross_entropy_sums(
     unembeddings=(Unembedding(w_DV, soft_cap),),
     chunk_tokens=chunk_tokens,
     sharder=sharder,
+    one_pass=one_pass,
   )
 
 
@@ -286,8 +292,9 @@ def _token_sums(
   unembeddings: tuple[Unembedding, ...],
   chunk_tokens: int,
   sharder: Sharder,
+  one_pass: bool = False,
 ) -> PyTree:
-  """Sums of `chunk` over all tokens.
+  """Sums of `chunk` over all tokens, or with `one_pass` those of `nll_sums`.
 
   Every shard processes its tokens in chunks and recomputes a chunk's logits in the backward pass,
   so at most `chunk_tokens` x V / (shards of V) logits exist at once. V is sharded over the mesh
@@ -307,9 +314,19 @@ def _token_sums(
     # The barrier also orders gradients: w's is scattered before the backward pass continues.
     states, weights = jax.lax.optimization_barrier((states, weights))
     states, weights = _gather_weights(states, weights, embed_axes)
-    heads = _local_heads(weights, unembeddings, vocab_axes)
-    sums = _chunked_sums(chunk, states, rows, heads, chunk_length)
+    if one_pass:
+      sums = one_pass_sums(states, rows, weights)
+    else:
+      heads = _local_heads(weights, unembeddings, vocab_axes)
+      sums = _chunked_sums(chunk, states, rows, heads, chunk_length)
     return _before_gradients(psum(sums, row_axes))
+
+  def one_pass_sums(states: Arrays, rows: Arrays, weights: Arrays) -> Arrays:
+    (x,), (targets, weight), (w_DV,) = states, rows, weights
+    options = NllOptions(vocab_axes, unembeddings[0].soft_cap, chunk_tokens)
+    return nll_sums(
+      x.reshape(-1, x.shape[-1]), w_DV, targets.reshape(-1), weight.reshape(-1), options
+    )
 
   def spec_by_row(x: jax.Array) -> jax.P:
     return sharder.spec((*_ROW_NAMES, *(None,) * (x.ndim - 2)))

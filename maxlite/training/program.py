@@ -321,7 +321,7 @@ def build_objective_parts(
     learning_rate=lambda state: learning_rate(objective.spec.optimizer, state.opt_state),
     ema_decay=training.ema_decay,
     post_update=build_routed_bias_update(spec.model.moe) if spec.model.family.is_moe else None,
-    skip=SkipRule(freeze_after=freeze_after),
+    skip=SkipRule(freeze_after=freeze_after, selects=program.sharder.platform == "gpu"),
     check_zero=check_zero,
   )
 
