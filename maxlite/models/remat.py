@@ -47,6 +47,18 @@ def remat(layer: type[nn.Module], cfg: ModelConfig, sharder: Sharder) -> type[nn
     )
   else:
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-  # In a loop, XLA cannot reuse the forward pass in the backward pass. GPUs unroll the scan.
-  prevent_cse = not cfg.scan_layers or sharder.platform == "gpu"
-  return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)
+  return nn.remat(layer, policy=policy, prevent_cse=_prevent_cse(cfg, sharder))
+
+
+def _prevent_cse(cfg: ModelConfig, sharder: Sharder) -> bool | tuple[bool, ...]:
+  """Whether XLA must not reuse the forward pass in the backward pass; or which inputs prevent it.
+
+  In a loop it cannot. GPUs unroll the scan. There, weights that no device gathers are excepted: their
+  casts to the type of activations are reused, and slices of stacked weights are not copied.
+  """
+  if cfg.scan_layers and sharder.platform != "gpu":
+    return False
+  if cfg.scan_layers and sharder.num_shards("embed") == 1:
+    variables, keys, x_BTD, inputs = False, False, True, False
+    return variables, keys, x_BTD, inputs
+  return True
