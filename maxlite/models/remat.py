@@ -53,8 +53,8 @@ def remat(layer: type[nn.Module], cfg: ModelConfig, sharder: Sharder) -> type[nn
 def _prevent_cse(cfg: ModelConfig, sharder: Sharder) -> bool | tuple[bool, ...]:
   """Whether XLA must not reuse the forward pass in the backward pass; or which inputs prevent it.
 
-  In a loop it cannot. GPUs unroll the scan. There, weights that no device gathers are excepted: their
-  casts to the type of activations are reused, and slices of stacked weights are not copied.
+  In a loop it cannot. GPUs unroll the scan. There, weights that no device gathers are excepted:
+  their casts to the type of activations are reused, and slices of stacked weights are not copied.
   """
   if cfg.scan_layers and sharder.platform != "gpu":
     return False
