@@ -311,8 +311,9 @@ def _token_sums(
   chunk_length = max(chunk_tokens // logits_per_token, 1)
 
   def local(states: Arrays, rows: Arrays, weights: Arrays) -> PyTree:
-    # The barrier also orders gradients: w's is scattered before the backward pass continues.
-    states, weights = jax.lax.optimization_barrier((states, weights))
+    if not one_pass:
+      # The barrier also orders gradients: w's is scattered before the backward pass continues.
+      states, weights = jax.lax.optimization_barrier((states, weights))
     states, weights = _gather_weights(states, weights, embed_axes)
     if one_pass:
       sums = one_pass_sums(states, rows, weights)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap, dot
-from maxlite.sharding.collectives import pmax, psum, pvary
+from maxlite.kernels.numerics import apply_soft_cap, dot
+from maxlite.sharding.collectives import pmax, psum
 
 # An exponent's argument that gives zero, without the NaN of infinity minus infinity.
 _LEAST = -1e30
@@ -31,6 +31,12 @@ class _Chunk(NamedTuple):
   x_TD: jax.Array
   target_T: jax.Array
   weight_T: jax.Array
+
+
+class _ChunkResults(NamedTuple):
+  nll: jax.Array
+  logits_z: jax.Array
+  dx_TD: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -67,21 +73,29 @@ def _forward(
   dtype = x_ND.dtype
   cast_DV = w_DV.astype(dtype)
 
-  def add_chunk(dw_DV: jax.Array, chunk: _Chunk) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  def gradients(chunk: _Chunk) -> tuple[jax.Array, _ChunkResults]:
     with jax.named_scope("cross_entropy_chunk"):
       (nll, logits_z), slope_TV = _sums_and_slopes(chunk, cast_DV, options)
       slope_TV = slope_TV.astype(dtype)
       dx_TD = dot(slope_TV, cast_DV, (1, 1))
-      dw_DV += dot(chunk.x_TD, slope_TV, (0, 0))
-    return dw_DV, (nll, logits_z, dx_TD)
+      return dot(chunk.x_TD, slope_TV, (0, 0)), _ChunkResults(nll, logits_z, dx_TD)
 
-  zeros_DV, _ = pvary(jnp.zeros_like(w_DV, accumulator_dtype(dtype)), w_DV)
+  def add_gradients(dw_DV: jax.Array, chunk: _Chunk) -> tuple[jax.Array, _ChunkResults]:
+    more_DV, results = gradients(chunk)
+    return dw_DV + more_DV, results
+
   chunks = _divide(x_ND, target_N, weight_N, options.chunk_length)
-  dw_DV, (nll, logits_z, dx_TD) = jax.lax.scan(add_chunk, zeros_DV, chunks)
-  dx_ND = dx_TD.reshape(-1, x_ND.shape[1])[: len(x_ND)]
+  dw_DV, first = gradients(jax.tree.map(lambda x: x[0], chunks))
+  results = jax.tree.map(lambda x: x[None], first)
+  if len(chunks.x_TD) > 1:
+    others = jax.tree.map(lambda x: x[1:], chunks)
+    dw_DV, rest = jax.lax.scan(add_gradients, dw_DV, others)
+    results = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), results, rest)
+  dx_ND = results.dx_TD.reshape(-1, x_ND.shape[1])[: len(x_ND)]
   # Not cast: the gradient is rounded once, after it has been scaled.
   like_x, like_w = jnp.zeros((), dtype), jnp.zeros((), w_DV.dtype)
-  return (jnp.sum(nll), jnp.sum(logits_z)), (dx_ND, dw_DV, like_x, like_w)
+  sums = jnp.sum(results.nll), jnp.sum(results.logits_z)
+  return sums, (dx_ND, dw_DV, like_x, like_w)
 
 
 def _backward(
