@@ -143,7 +143,9 @@ def _gather_and_multiply(
   # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
   x, kernel = jax.lax.optimization_barrier((x, kernel))
   for axis, mesh_axes in enumerate(plan.gathered):
-    kernel = gather_weight(kernel, x.dtype, mesh_axes, axis)
+    kernel = gather_weight(
+      kernel, x.dtype, mesh_axes, axis, by_permutes=plan.sharder.platform == "tpu"
+    )
   kernel = checkpoint_name(kernel, _GATHERED)
   if not plan.summed:
     return multiply(x, kernel, plan.num_in)

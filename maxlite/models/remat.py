@@ -17,6 +17,7 @@ MATMUL_OUTPUTS = (
   "value_proj",
   "attention_out",
   "out_proj",
+  "router_logits",
   "mlpwi",
   "mlpwo",
 )

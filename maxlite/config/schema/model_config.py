@@ -251,7 +251,7 @@ class ModelConfig:
     "Activations saved by remat_policy=custom.",
     choices=(
       *("query_proj", "key_proj", "value_proj", "attention_out", "out_proj", "mlpwi", "mlpwo"),
-      *("query_latent", "kv_latent", "moe_route", "moe_rows"),
+      *("query_latent", "kv_latent", "router_logits", "moe_route", "moe_rows"),
     ),
   )
   lora: LoraConfig = LoraConfig()

@@ -126,7 +126,8 @@ def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> Exper
   mesh_axes = sharder.mesh_axes("embed_no_exp")
 
   def gather(w: jax.Array, axis: int) -> jax.Array:
-    return checkpoint_name(gather_weight(w, dtype, mesh_axes, axis), _GATHERED)
+    by_permutes = sharder.platform == "tpu"
+    return checkpoint_name(gather_weight(w, dtype, mesh_axes, axis, by_permutes), _GATHERED)
 
   wi_EDF = tuple(gather(w_EDF, axis=1) for w_EDF in weights.wi_EDF)
   wo_EFD = gather(weights.wo_EFD, axis=2)
