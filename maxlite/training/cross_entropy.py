@@ -224,7 +224,7 @@ def token_values(
 
   def local(x_btD: jax.Array, rows: Arrays, w_dv: jax.Array) -> Arrays:
     states, weights = jax.lax.optimization_barrier(((x_btD,), (w_dv,)))
-    states, weights = _gather_weights(states, weights, embed_axes)
+    states, weights = _gather_weights(states, weights, embed_axes, sharder.gather_by_permutes)
     heads = _local_heads(weights, unembeddings, vocab_axes)
     values = _chunked_values(chunk, states, rows, heads, chunk_tokens)
     return _before_gradients(tuple(value.reshape(x_btD.shape[:2]) for value in values))
@@ -314,7 +314,7 @@ def _token_sums(
     if not one_pass:
       # The barrier also orders gradients: w's is scattered before the backward pass continues.
       states, weights = jax.lax.optimization_barrier((states, weights))
-    states, weights = _gather_weights(states, weights, embed_axes)
+    states, weights = _gather_weights(states, weights, embed_axes, sharder.gather_by_permutes)
     if one_pass:
       sums = one_pass_sums(states, rows, weights)
     else:
@@ -344,7 +344,7 @@ def _token_sums(
 
 
 def _gather_weights(
-  states: Arrays, weights: Arrays, embed_axes: tuple[str, ...]
+  states: Arrays, weights: Arrays, embed_axes: tuple[str, ...], by_permutes: bool
 ) -> tuple[Arrays, Arrays]:
   """The states, and the weights with all their rows, as arrays that vary over the same axes."""
   # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
@@ -352,7 +352,7 @@ def _gather_weights(
   states = varied[: len(states)]
   gathered = []
   for x, w_dv in zip(states, varied[len(states) :], strict=False):
-    gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0))
+    gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0, by_permutes))
   return states, tuple(gathered)
 
 
