@@ -134,6 +134,8 @@ class SourceEntry(Entry):
   has_pairs: bool = False
   # It reads prompts, which the model completes; ROLLOUT_LOSSES train on the completions.
   has_prompts: bool = False
+  # It reads files of token ids, which no tokenizer of the run has made.
+  has_token_ids: bool = False
   # Suffixes of the files whose format is that of this source.
   suffixes: tuple[str, ...] = ()
   # Further suffixes that it reads. If it has no suffixes at all, it may read any file.
@@ -184,6 +186,11 @@ SOURCES = Registry(
     "maxlite.data.sources:prompts_source",
     has_prompts=True,
     also_reads=(*_JSON_LINES, ".parquet", ".arrow"),
+  ),
+  tokens=SourceEntry(
+    "maxlite.data.sources:tokens_source",
+    has_token_ids=True,
+    suffixes=(".bin", ".npy"),
   ),
 )
 
@@ -274,6 +281,8 @@ class OptimizerEntry(Entry):
   hyperparameters: tuple[str, ...] = ()
   # Its updates have the learning rate and the weight decay, which are added to others.
   has_rate: bool = False
+  # It also takes the ModelConfig, as `model`.
+  reads_model: bool = False
 
 
 class OptimizerRegistry(Registry[OptimizerEntry]):
@@ -315,9 +324,10 @@ OPTIMIZERS = OptimizerRegistry(
     why_no_mup="its updates follow the size of the weights",
   ),
   muon=OptimizerEntry(
-    "maxlite.optim.build:muon",
+    "maxlite.optim.muon:muon",
     mup_updates="muon",
-    hyperparameters=("adam_b1", "adam_b2", "adam_eps", "muon_beta"),
+    hyperparameters=("adam_b1", "adam_b2", "adam_eps", "muon_beta", "muon_split"),
+    reads_model=True,
   ),
 )
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxlite"
-# A package or file imports only those of earlier rows; entry points (maxlite/*.py) may import all.
+# A package or file imports only those of earlier rows; entry points (maxlite/*.py, __main__.py) may
+# import all.
 ROWS = (
   {"libtpu_environment"},
   {"errors"},
@@ -99,6 +100,8 @@ def _row(package: str) -> int:
 
 def _own(path: Path) -> str:
   """The package (or entry point) of maxlite that a file belongs to."""
+  if path.name == "__main__.py":
+    return "__main__"
   return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

@@ -230,6 +230,7 @@ def measure(spec: StepSpec, variant: Variant, start: Arrays | None = None) -> Me
 
 def _after_a_step(steps: Steps, state: TrainState) -> TrainState:
   """The state after a step of every objective on other rows."""
+  params = state.params
   for name, objective in steps.objectives.items():
     batch = tiny_batch(objective.spec.loss, seed=1)
     state, _ = steps.take(name, state, batch)
@@ -240,6 +241,8 @@ def _after_a_step(steps: Steps, state: TrainState) -> TrainState:
     return node
 
   cleared = jax.tree.map(clear, state.opt_state, is_leaf=lambda node: isinstance(node, Recorded))
+  if steps.program.spec.training.qk_clip_threshold:  # of which the step clips what is above
+    state = state.replace(params=params)
   # A small learning rate would leave averages and parameters nearly the same.
   apart = jax.tree.map(lambda mean: 1.1 * mean + 0.01, state.ema)
   return state.replace(opt_state=cleared, ema=apart)

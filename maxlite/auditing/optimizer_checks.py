@@ -13,6 +13,12 @@ from maxlite.training.routed_bias import BIAS
 from maxlite.training.spec import StepSpec
 
 UPDATE_TOLERANCE = 1e-6  # relative to the largest update of the parameter
+# Optimizers of which this file has the formula.
+CHECKED = ("adamw", "lion", "muon")
+# Muon's polynomial: Jordan et al., Muon (2024).
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_HEADS = ("q_heads", "kv_heads")
+_CLIPPED = r"(^|/)attention/(query|key|kv_up)/"
 
 
 def check_update(
@@ -24,7 +30,7 @@ def check_update(
   after: Arrays,
   axes: Mapping[str, tuple[str | None, ...]],
 ) -> Iterator[str]:
-  """Lines on what of an update by AdamW or Lion is not as their formula says.
+  """Lines on what of an update by one of CHECKED is not as its formula says.
 
   Args:
     name: of the objective.
@@ -46,9 +52,15 @@ def check_update(
       direction = yield from _adam(name, cfg, path, gradient, before, after)
     elif cfg.opt_type == "lion" and moments[0]:
       direction = yield from _lion(name, cfg, path, gradient, before, after)
-    if direction is not None:
+    elif cfg.opt_type == "muon" and moments[0]:
+      mean = yield from _momentum(name, cfg, path, gradient, before, after)
+      direction = _orthogonalised(mean, path, axes[path], cfg.muon_split, spec.model)
+    # QK-clip changes these after the update.
+    is_clipped = spec.training.qk_clip_threshold and re.search(_CLIPPED, path)
+    if direction is not None and not is_clipped:
       param = np.asarray(before[f"params/{path}"], np.float64)
-      direction = _mup_factor(path, axes[path], spec.model) * direction
+      is_of_muon = cfg.opt_type == "muon" and not moments[1]
+      direction = _mup_factor(path, axes[path], spec.model, is_of_muon=is_of_muon) * direction
       is_matrix = _is_matrix(path, axes[path])
       decay = cfg.adam_weight_decay if is_matrix else 0.0
       update = -rate * (direction + decay * param)
@@ -95,13 +107,79 @@ def _lion(
   return np.sign(cfg.adam_b1 * before[place] + (1 - cfg.adam_b1) * gradient)
 
 
+def _momentum(
+  name: str, cfg: OptimizerConfig, path: str, gradient: np.ndarray, before: Arrays, after: Arrays
+) -> Generator[str, None, np.ndarray]:
+  """Nesterov's momentum, with the corrections of its bias that Optax makes."""
+  place = _moment(after, "mu", path)
+  beta = cfg.muon_beta
+  momentum = beta * before[place] + (1 - beta) * gradient
+  reason = "a moment that is not decayed, or an update taken twice or not at all?"
+  yield from _compare(name, f"Muon's momentum of {path}", after[place], momentum, reason)
+  count_path = place[: place.rindex("/mu/")] + "/count"
+  count = int(before[count_path]) + 1
+  if int(after[count_path]) != count:
+    yield f"{name}: Muon has counted {after[count_path]} updates after {count}"
+  next_share = beta * momentum / (1 - beta ** (count + 1))
+  return next_share + (1 - beta) * gradient / (1 - beta**count)
+
+
+def _orthogonalised(
+  x: np.ndarray, path: str, axes: tuple[str | None, ...], split: str, model: ModelConfig
+) -> np.ndarray:
+  """Muon's direction for a kernel, by the singular value decomposition of each of its matrices.
+
+  Source: Jordan et al., Muon (2024); the size is that of Liu et al., Muon is Scalable for LLM
+  Training (2025), section 2.2.
+  """
+  mla = model.mla
+  parts = {
+    "kv_up/kernel": [mla.qk_nope_head_dim],
+    "kv_down/kernel": [mla.kv_lora_rank],
+  }
+  cuts = parts.get("/".join(path.rsplit("/", 2)[-2:]), [])
+  if split == "none":
+    cuts = []
+  is_projection = re.search(r"(^|/)(query|key|value|kv_up)/kernel$", path) is not None
+  has_matrix_per_head = split == "heads" and is_projection
+  axes = ("layers",) * (
+    x.ndim - len(axes)
+  ) + axes  # of layers that are not scanned, but stacked here
+  directions = []
+  for part in np.split(x, cuts, axis=-1):
+    separate = [
+      n
+      for n, axis in enumerate(axes)
+      if axis in STACKED or (has_matrix_per_head and axis in _HEADS)
+    ]
+    sides = [n for n in range(part.ndim) if n not in separate]
+    moved = part.transpose(*separate, *sides)
+    stacked = moved.shape[: len(separate)]
+    num_inputs = len(sides) - 1 if axes[sides[-1]] == "embed" else 1
+    num_in = int(np.prod(moved.shape[len(separate) :][:num_inputs]))
+    matrices = moved.reshape(*stacked, num_in, -1)
+    u, s, v = np.linalg.svd(matrices, full_matrices=False)
+    s = s / (np.sqrt(np.sum(s**2, axis=-1, keepdims=True)) + 1e-8)
+    linear, cubic, quintic = _NEWTON_SCHULZ
+    for _ in range(5):
+      s = linear * s + cubic * s**3 + quintic * s**5
+    size = 0.2 * np.sqrt(max(matrices.shape[-2:]))
+    direction = (size * (u * s[..., None, :]) @ v).reshape(moved.shape)
+    directions.append(direction.transpose(*np.argsort([*separate, *sides])))
+  return np.concatenate(directions, axis=-1)
+
+
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
   """Whether it is no norm, bias or other number per channel or head: these do not decay."""
   return sum(axis not in STACKED for axis in axes) > 1 and not path.endswith("bias")
 
 
-def _mup_factor(path: str, axes: tuple[str | None, ...], model: ModelConfig) -> float:
-  """muP's factor of an update of Adam: 1 / m for what has a growing number of inputs.
+def _mup_factor(
+  path: str, axes: tuple[str | None, ...], model: ModelConfig, *, is_of_muon: bool
+) -> float:
+  """muP's factor of an update: 1 / m for what has a growing number of inputs.
+
+  For Muon, whose updates of hidden kernels grow by sqrt(m) less, it is 1 / sqrt(m) there.
 
   Source: Yang et al., Tensor Programs V (2022), table 3.
   """
@@ -111,6 +189,8 @@ def _mup_factor(path: str, axes: tuple[str | None, ...], model: ModelConfig) -> 
   factor = 1.0
   if _is_matrix(path, axes) and axes[0] != "vocab":
     factor = 1 / m
+  if is_of_muon and "router" not in axes:
+    factor = m**-0.5
   if model.logits_via_embedding and path.endswith("final_norm/scale"):
     factor /= m
   queries = "query_norm/scale" if model.family.attention.qk_norm else "query/(kernel|bias)"

@@ -30,6 +30,7 @@ WIDTH = 16
 # Adam divides by |gradient| + eps: with a smaller one, the rounding of a gradient that is nearly
 # zero would be a large difference of the update.
 ADAM_EPS = 1e-3
+QK_CLIP = 1e-3  # a threshold that the logits of tiny models exceed
 SCHEDULE_STEPS = 20  # short, so that the second step has no tiny learning rate of a warm-up
 
 
@@ -268,6 +269,7 @@ def _training(training: TrainingConfig) -> TrainingConfig:
   return dataclasses.replace(
     training,
     distill_top_k=min(training.distill_top_k, VOCAB // 2),
+    qk_clip_threshold=min(training.qk_clip_threshold, QK_CLIP),
     deterministic_reductions=False,
     audit_period=0,
     logits_chunk_tokens=7,

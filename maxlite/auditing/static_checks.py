@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxlite.auditing.compare import NOISE, TOLERANCE, reported_norm, true_norm
 from maxlite.auditing.measure import Measured, tiny_batch
+from maxlite.auditing.optimizer_checks import CHECKED
 from maxlite.config.schema import ModelConfig
 from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.models.remat import MATMUL_OUTPUTS
@@ -57,6 +58,10 @@ def remarks(spec: StepSpec, reference: Measured) -> list[str]:
     lines.append(
       f"weight decay: {len(program.parameters) - len(kept)} of {len(program.parameters)} "
       f"parameters; not on those named {', '.join(ends) or '(none)'}"
+    )
+  for name in sorted({each.optimizer.opt_type for each in spec.objectives} - {*CHECKED}):
+    lines.append(
+      f"opt_type={name}: its formula is not checked; updates are compared between the variants"
     )
   lines += _unmatched_rules(spec, reference)
   lines += _unmatched_policy(spec.model, reference)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -60,6 +61,7 @@ TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 # The files of a checkpoint that Orbax reads as a whole.
 _READ_WHOLE = ("_CHECKPOINT_METADATA", "manifest/metadata", "state/_METADATA", "state/_sharding")
 PARAMS = "params/"  # prefix of the names of parameters
+_SPIKES = "spikes/"  # of the windows of spikes, which a run may have or not from any step on
 
 
 class Restored(NamedTuple):
@@ -329,7 +331,7 @@ class Checkpoints:
       if manifest is None and step == steps[0]:
         self._require_own(steps)
       if manifest is not None:
-        part = abstract
+        part = _without_new_windows(abstract, manifest)
         if not prefix and manifest["body"]["data"] is None:
           part = {"params": drop_missing_modules(abstract.params, set(manifest["body"]["leaves"]))}
           prefix = PARAMS
@@ -337,7 +339,7 @@ class Checkpoints:
         self._require_same_function(step, manifest)
         state, damage = self._state(step, part, manifest)
         if not damage:
-          return Restored(state, manifest["body"]["data"], step)
+          return Restored(_with_windows(state, abstract), manifest["body"]["data"], step)
       if is_given:
         raise UserError(f"{self._named(step)} is damaged: {damage}; write load_checkpoint=latest")
       if earlier is None:
@@ -451,6 +453,8 @@ class Checkpoints:
     for name, leaf in leaves_by_path(abstract).items():
       shape = list(leaf.shape)
       here[name] = f"{leaf.dtype}{shape}"
+    if not any(name.startswith(_SPIKES) for name in here):
+      saved = {name: leaf for name, leaf in saved.items() if not name.startswith(_SPIKES)}
     for name in sorted(saved.keys() | here.keys()):
       in_checkpoint = saved.get(name, "missing")
       in_model = here.get(name, "missing")
@@ -549,6 +553,29 @@ class Checkpoints:
       manifest=ocp.JsonCheckpointHandler(),
     )
     return ocp.CheckpointManager(self._directory, options=options, handler_registry=handlers)
+
+
+def _without_new_windows(abstract: PyTree, manifest: Manifest) -> PyTree:
+  """The state without the windows of spikes, if the checkpoint is of a run before it had any."""
+  if getattr(abstract, "spikes", None) is None:
+    return abstract
+  if any(name.startswith(_SPIKES) for name in manifest["body"]["leaves"]):
+    return abstract
+  return abstract.replace(spikes=None)
+
+
+def _with_windows(state: PyTree, abstract: PyTree) -> PyTree:
+  """A restored state, with empty windows of spikes in place of those that it lacks."""
+  if type(state) is not type(abstract) or getattr(abstract, "spikes", None) is None:
+    return state
+  if state.spikes is not None:
+    return state
+
+  def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    whole = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: whole[index])
+
+  return state.replace(spikes=jax.tree.map(zeros, abstract.spikes))
 
 
 def _no_step() -> int:

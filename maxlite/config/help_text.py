@@ -34,7 +34,7 @@ _OWN_SECTIONS = {
   "plan": ("plan", "mesh"),
   "audit": ("audit", "mesh"),
   "convert": ("convert",),
-  "tokenizer": ("tokenizer", "data"),
+  "data": ("data", "inspect", "tokenizer"),
 }
 
 

@@ -23,6 +23,7 @@ from maxlite.config.schema import (
   EnsembleConfig,
   GenerateConfig,
   HostsConfig,
+  InspectConfig,
   LocalUpdatesConfig,
   MeshConfig,
   ModelConfig,
@@ -58,11 +59,13 @@ _MODEL = _keys_of(ModelConfig) - _TRAINING_MODEL
 _TOKENIZER = {"tokenizer_type", "tokenizer_path", "chat_template_path", "add_bos"}
 _TRAINING_DATA = {
   "batch_size_schedule", "sequence_length_schedule", "packing_strategy", "enable_data_shuffling",
-  "data_shuffle_seed", "data_sampling", "grain_worker_count",
+  "data_shuffle_seed", "data_sampling", "skip_rows", "grain_worker_count", "megatron_num_samples",
+  "reset_attention_mask", "eod_mask_loss",
 }  # fmt: skip
 _MESH = _keys_of(MeshConfig) - {"optimizer_memory_host_offload"}
 _INFERENCE = _NAMING | _MODEL | _MESH | _TOKENIZER | {"max_target_length"}
-_OTHER_COMMANDS = _keys_of(PlanConfig, AuditConfig, ConvertConfig, TokenizerConfig)
+_OTHER_COMMANDS = _keys_of(PlanConfig, AuditConfig, ConvertConfig, TokenizerConfig, InspectConfig)
+_DATA = _keys_of(DataConfig) | {"vocab_size", "base_output_directory", "plugins", "trust_plugins"}
 _IMPORT = _ALL - _OTHER_COMMANDS - _keys_of(HostsConfig) - {"member", "load_checkpoint"}
 _TRAIN = _ALL - _OTHER_COMMANDS - _keys_of(ServeConfig) - {"eval_documents", "member"}
 # By command. A config that a command writes counts as read.
@@ -87,8 +90,10 @@ READ_KEYS: dict[str, set[str]] = {
   "maxlite.serve": _INFERENCE
   | _keys_of(ServeConfig)
   | {"decode_batch_size", "num_speculative_tokens"},
-  "maxlite.tokenizer": _keys_of(DataConfig, TokenizerConfig)
-  | {"vocab_size", "base_output_directory", "plugins", "trust_plugins"},
+  "maxlite.data tokenize": _DATA,
+  "maxlite.data inspect": _DATA | _keys_of(InspectConfig),
+  "maxlite.data export": _DATA | {"output_path"},
+  "maxlite.data train_tokenizer": _DATA | _keys_of(TokenizerConfig),
   # Keys of training are those of `train_on`.
   "maxlite.open_run": _TRAIN - {"load_parameters_path", "from_run"} | {"member"},
   "maxlite.convert from_hf": _IMPORT - {"load_parameters_path", "from_run"},
@@ -149,6 +154,14 @@ def _has_prompts(cfg: Config) -> bool:
   return any(source.has_prompts for source in _sources(cfg))
 
 
+def _has_token_ids(cfg: Config) -> bool:
+  return any(source.has_token_ids for source in _sources(cfg))
+
+
+def _has_text(cfg: Config) -> bool:
+  return not all(source.has_token_ids for source in _sources(cfg))
+
+
 def _holds_out(cfg: Config) -> bool:
   return not all(source.has_prompts for source in _sources(cfg))
 
@@ -159,6 +172,7 @@ _CONDITIONS = (
   _Condition(["adam_eps"], _uses_optimizer("adam_eps"), "write opt_type=adamw"),
   _Condition(["opt_kwargs"], _uses_optimizer("opt_kwargs"), "write opt_type=optax.NAME"),
   _Condition(["muon_beta"], _uses_optimizer("muon_beta"), "write opt_type=muon"),
+  _Condition(["muon_split"], _uses_optimizer("muon_split"), "write opt_type=muon"),
   _Condition(["wsd_decay_steps_fraction"], _uses_schedule("wsd"), "write lr_schedule_type=wsd"),
   _Condition(
     ["lora_alpha", "lora_experts"], lambda cfg: cfg.model.lora.lora_rank > 0, "write lora_rank=8"
@@ -170,6 +184,11 @@ _CONDITIONS = (
   ),
   _Condition(
     ["audit_action"], lambda cfg: cfg.training.audit_period > 0, "write audit_period=1000"
+  ),
+  _Condition(
+    ["skip_step_interval", "skip_step_scaling_factor"],
+    lambda cfg: cfg.training.skip_step_on_spikes,
+    "write skip_step_on_spikes=true",
   ),
   _Condition(["phase_strategy"], lambda cfg: bool(cfg.phasing.phases), "write phases"),
   _Condition(
@@ -220,6 +239,18 @@ _CONDITIONS = (
   _Condition(["max_prefill_predict_length"], _has_prompts, "write dataset_type=prompts"),
   _Condition(
     ["eval_fraction", "eval_split", "eval_dataset_path"], _holds_out, "no prompts are held out"
+  ),
+  _Condition(["token_dtype", "document_end_id"], _has_token_ids, "write dataset_type=tokens"),
+  _Condition(["on_bad_row"], _has_text, "write dataset_type=text, or another source with rows"),
+  _Condition(
+    ["megatron_num_samples", "megatron_split", "reset_attention_mask", "eod_mask_loss"],
+    lambda cfg: cfg.data.megatron_order,
+    "write megatron_order=true",
+  ),
+  _Condition(
+    ["eval_fraction", "eval_split"],
+    lambda cfg: not cfg.data.megatron_order,
+    "write megatron_split",
   ),
   _Condition(["text_column"], _has_text_column, "write dataset_type=jsonl, parquet or arrow"),
   _Condition(

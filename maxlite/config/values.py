@@ -56,7 +56,7 @@ _TYPE_DOCS: dict[object, tuple[str, str]] = {
   tuple[str, ...]: ("a list of text", "[a, b]"),
   FrozenMapping: ("a mapping {key: value}", "{key: value}"),
   tuple[FrozenMapping, ...]: ("a list of {key: value}", "[{key: value}]"),
-  tuple[tuple[int, int], ...]: ("a list of [steps, number]", "[[0, 8], [1000, 16]]"),
+  tuple[tuple[int, int], ...]: ("a list of [number, number]", "[[0, 8], [1000, 16]]"),
   AxisRules: ("a list of [name, [mesh axes]]", "[[embed, [fsdp]]]"),
 }
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +14,16 @@ from maxlite.config.mixture import mixture_of
 from maxlite.config.schema import DataConfig
 from maxlite.data.batch import Batch, HostBatch
 from maxlite.data.host_batches import BatchSchedule, HostBatches, prefetch, read_once
+from maxlite.data.megatron_order import blend, blend_sizes
 from maxlite.data.open_source import join_sources, open_source
-from maxlite.data.packing import RowSource
-from maxlite.data.row_order import MixtureOrder, MixturePart, shuffled_order
+from maxlite.data.packing import ENDLESS, RowSource
+from maxlite.data.row_order import (
+  MixtureOrder,
+  MixturePart,
+  Segment,
+  mixture_segments,
+  shuffled_order,
+)
 from maxlite.data.sources import DataSource
 from maxlite.data.sources.prompts import Prompt
 from maxlite.data.stream_fingerprint import order_fingerprint, require_same_fingerprint
@@ -25,7 +32,10 @@ from maxlite.errors import UserError
 from maxlite.registry import ROW_ORDERS
 from maxlite.storage.json_values import JsonObject
 
-_NO_EVAL_DATA = "no data is held out for evaluation: set eval_fraction above 0 or eval_dataset_path"
+_NO_EVAL_DATA = (
+  "no data is held out for evaluation: set eval_fraction above 0 (with megatron_order: the second "
+  "share of megatron_split) or eval_dataset_path"
+)
 _EVAL_SEED = 0  # fixed, so that eval batches do not depend on data_shuffle_seed
 
 
@@ -46,22 +56,65 @@ class DataLoader:
   def order(self) -> MixtureOrder:
     """The order of the training rows; epochs of a source follow each other without padding."""
     parts = []
+    blended = ""
+    if self.cfg.megatron_order and self.cfg.dataset_mixture:
+      blended = f" of a blend {_weights(self.cfg)}"
     for mixture_source in mixture_of(self.cfg):
       rows = self.source.by_name[mixture_source.name].train
-      if self.cfg.enable_data_shuffling:
+      order: grain.MapDataset[int]
+      if self.cfg.megatron_order or len(rows) == ENDLESS:  # rows are in the order of the run
+        order = grain.MapDataset.range(len(rows))
+      elif self.cfg.enable_data_shuffling:
         build_order = ROW_ORDERS[self.cfg.data_sampling]
         order = build_order(len(rows), self.cfg.data_shuffle_seed)
       else:
         order = grain.MapDataset.range(len(rows))
       part = MixturePart(
         source=mixture_source,
-        order=order.repeat(),
+        order=order if len(rows) == ENDLESS else order.repeat(),
         num_rows=len(rows),
         num_tokens=rows.num_tokens,
-        identity=rows.identity,
+        identity=rows.identity + blended,
       )
       parts.append(part)
-    return MixtureOrder(parts, self.schedule.first_row)
+    if self.cfg.megatron_order:
+      return MixtureOrder(parts, [self._megatron_blend(parts)])
+    return MixtureOrder(parts, mixture_segments(parts, self.num_passed))
+
+  def _megatron_blend(self, parts: Sequence[MixturePart]) -> Segment:
+    """Return the rows of a run of Megatron-LM, whose sources have the order of its samples."""
+    unused_S = np.zeros(len(parts), np.int64)
+    if not self.cfg.dataset_mixture:
+      return Segment(0, np.zeros(1, np.int16), unused_S)
+    weights = _weights(self.cfg)
+    sizes = blend_sizes(weights, self.cfg.megatron_num_samples)
+    segment = Segment(0, blend(weights, sum(size for size, _ in sizes)), unused_S)
+    for part, count in zip(parts, segment.units_S.tolist(), strict=True):
+      if count > part.num_rows:
+        raise UserError(
+          f"source {part.source.name} of dataset_mixture has {part.num_rows} samples, and the "
+          f"blend of Megatron-LM takes {count}: raise its weight or megatron_num_samples"
+        )
+    return segment
+
+  @functools.cached_property
+  def kept_order(self) -> grain.MapDataset[int]:
+    """The order of the training rows without `skip_rows`."""
+    if not self.cfg.skip_rows:
+      return self.order
+    # Only such a run opens the file.
+    from maxlite.data.skipped_rows import KeptRows, SkippedRows
+
+    return KeptRows(self.order, SkippedRows(self.cfg.skip_rows))
+
+  def num_passed(self, num_batches: int) -> int:
+    """Return how many rows the stream has passed after its first batches, with skipped ones."""
+    num_rows = self.schedule.first_row(num_batches)
+    if not self.cfg.skip_rows:
+      return num_rows
+    from maxlite.data.skipped_rows import SkippedRows
+
+    return SkippedRows(self.cfg.skip_rows).num_passed(num_rows)
 
   @functools.cached_property
   def schedule(self) -> BatchSchedule:
@@ -137,7 +190,7 @@ class DataLoader:
     """Return the training batches of this host, without end."""
     rows_by_source = {name: source.train for name, source in self.source.by_name.items()}
     return HostBatches(
-      order=self.order,
+      order=self.kept_order,
       rows=self.source.train,
       schedule=self.schedule,
       global_batch_size=self.global_batch_size,
@@ -175,11 +228,28 @@ class DataLoader:
 
   def fingerprint(self, num_batches: int) -> JsonObject:
     """Return everything that the first batches depend on, by config key, as JSON values."""
-    num_rows = self.schedule.first_row(num_batches)
+    num_rows = self.num_passed(num_batches)
     fingerprint = order_fingerprint(self.cfg)
     fingerprint["global_batch_size"] = self.schedule.past_sizes(num_batches)
     fingerprint["data"] = self.order.history(num_rows)
+    fingerprint["skip_rows"] = [list(each) for each in self.cfg.skip_rows if each[0] < num_rows]
     return fingerprint
+
+  def state(self, num_batches: int) -> JsonObject:
+    """Return the number of batches taken and all that they depend on, as JSON values."""
+    state = {"num_batches": num_batches, **self.fingerprint(num_batches)}
+    if not state["skip_rows"]:
+      del state["skip_rows"]
+    return state
+
+  def describe_use(self, num_batches: int) -> list[str]:
+    """Return a line per source on the rows of the first batches, with skipped ones."""
+    num_rows = self.num_passed(num_batches)
+    lines = self.order.describe_use(num_rows)
+    num_skipped = num_rows - self.schedule.first_row(num_batches)
+    if num_skipped:
+      lines.append(f"skip_rows: {num_skipped:,} of these rows, which were not trained on")
+    return lines
 
 
 def open_data(
@@ -203,15 +273,25 @@ def open_data(
   """
   if cfg.dataset_mixture:
     parts: dict[str, DataSource] = {}
-    for part in mixture_of(cfg):
+    sources = {part.name: part.data for part in mixture_of(cfg)}
+    if cfg.megatron_order:
+      sizes = blend_sizes(_weights(cfg), cfg.megatron_num_samples)
+      for (name, data), (_, num_samples) in zip(sources.items(), sizes, strict=True):
+        sources[name] = dataclasses.replace(data, megatron_num_samples=num_samples)
+    for name, data in sources.items():
       try:
-        parts[part.name] = open_source(part.data, vocab_size, cache_directory, evaluates=evaluates)
+        parts[name] = open_source(data, vocab_size, cache_directory, evaluates=evaluates)
       except UserError as error:
-        raise UserError(f"source {part.name} of dataset_mixture: {error}") from None
+        raise UserError(f"source {name} of dataset_mixture: {error}") from None
     source = join_sources(parts)
   else:
     source = open_source(cfg, vocab_size, cache_directory, evaluates=evaluates)
   return DataLoader(cfg, source, global_batch_size, rows, vocab_size)
+
+
+def _weights(cfg: DataConfig) -> list[float]:
+  """Return the first weight of each source of a mixture."""
+  return [source.weights[0][1] for source in mixture_of(cfg)]
 
 
 class TrainStream:
@@ -231,6 +311,14 @@ class TrainStream:
     self._iterator = prefetch(remaining, cfg.grain_prefetch_buffer_size, cfg.grain_worker_count)
 
   def __next__(self) -> HostBatch:
+    cfg = self._data.cfg
+    if cfg.megatron_order and (
+      self._data.num_passed(self._num_taken + 1) > cfg.megatron_num_samples
+    ):
+      raise UserError(
+        f"megatron_num_samples={cfg.megatron_num_samples} ends after {self._num_taken} batches: "
+        "set fewer steps, or start a run with more samples, which has another order"
+      )
     try:
       batch = Batch(**next(self._iterator))
       self._num_taken += 1
@@ -247,7 +335,7 @@ class TrainStream:
 
   def state(self) -> JsonObject:
     """Return the number of batches taken and all that they depend on, as JSON values."""
-    return {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    return self._data.state(self._num_taken)
 
   def restore(self, state: JsonObject) -> None:
     """Continue after the batches that `state` counts. Raises UserError if they would differ."""
@@ -258,8 +346,7 @@ class TrainStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the rows that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     self._iterator.close()
@@ -295,7 +382,7 @@ class PromptStream:
 
   def _prompts(self, rows: range) -> list[Prompt]:
     source = self._data.source.train
-    return [cast(Prompt, source[int(self._data.order[row])]) for row in rows]
+    return [cast(Prompt, source[int(self._data.kept_order[row])]) for row in rows]
 
   @property
   def num_taken(self) -> int:
@@ -304,7 +391,7 @@ class PromptStream:
 
   def state(self) -> JsonObject:
     """Return the number of sets taken and all that they depend on, as JSON values."""
-    state = {"num_batches": self._num_taken, **self._data.fingerprint(self._num_taken)}
+    state = self._data.state(self._num_taken)
     if self.pending is not None:
       state["rollouts"] = self.pending
     return state
@@ -318,8 +405,7 @@ class PromptStream:
 
   def describe(self) -> list[str]:
     """Return a line per source on the prompts that were taken."""
-    num_rows = self._data.schedule.first_row(self._num_taken)
-    return self._data.order.describe_use(num_rows)
+    return self._data.describe_use(self._num_taken)
 
   def close(self) -> None:
     pass

@@ -34,9 +34,11 @@ def open_source(
   open_rows = SOURCES[cfg.dataset_type]
   source: DataSource = open_rows(cfg, vocab_size, cache_directory)
   holds_out = bool(cfg.eval_fraction or cfg.eval_dataset_path)
-  if SOURCES.entry(cfg.dataset_type).has_prompts:
+  if SOURCES.entry(cfg.dataset_type).has_prompts or cfg.megatron_order:
     holds_out = False
   by_content = holds_out and cfg.eval_split == "documents" and not cfg.eval_dataset_path
+  if cfg.tokenization_shard_bytes:  # the first shard decides
+    by_content = False
   if by_content and not _has_both_splits(source, evaluates):
     tail = dataclasses.replace(cfg, eval_split="tail")
     source = open_rows(tail, vocab_size, cache_directory)
@@ -51,6 +53,11 @@ def open_source(
       "dataset_path that are not in eval_dataset_path"
     )
   if evaluates and holds_out and not by_content and not source.eval:
+    if cfg.tokenization_shard_bytes:
+      raise UserError(
+        f"nothing is held out of {source.summary}: raise tokenization_shard_bytes or eval_fraction "
+        "(eval_fraction=0: hold out nothing)"
+      )
     raise UserError(
       f"nothing is held out by eval_split={cfg.eval_split} and eval_fraction={cfg.eval_fraction} "
       f"({source.summary}): raise eval_fraction or name files in eval_dataset_path "
@@ -103,7 +110,7 @@ class JoinedDocuments(JoinedRows):
     num_documents = 0
     for part in parts:
       numbered.append(part.document_N + num_documents)
-      num_documents += int(part.document_N[-1]) + 1
+      num_documents += int(part.document_N.max(initial=-1)) + 1
     self.document_N = np.concatenate(numbered)
 
 

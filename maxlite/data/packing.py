@@ -2,13 +2,16 @@
 
 import bisect
 import hashlib
+import sys
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxlite.data.token_cache import LOSS_MASK_BIT, TokenFile, Tokens
+from maxlite.data.token_cache import LOSS_MASK_BIT, IdReader, Tokens
 
 Row = dict[str, np.ndarray]  # the fields of a Batch, each [T] or, stacked, [B, T]
+ENDLESS = sys.maxsize  # the number of rows of a source that numbers those of all epochs
 _NUM_OPEN_ROWS = 64
 # Documents that best_fit packs together, which bounds its open rows. Fewer leave more padding
 # (measured in docs/data.md).
@@ -99,12 +102,10 @@ class PackedRows(RowSource, Protocol):
 
 def ordered_documents(tokens: Tokens, seed: int | None) -> Documents:
   """Return all documents in the order of the file, or shuffled once if `seed` is not None."""
-  length_N = tokens.lengths
-  offset_N = np.cumsum(length_N) - length_N
-  order = np.arange(len(length_N))
+  order = np.arange(len(tokens.lengths))
   if seed is not None:
     order = np.random.default_rng(seed).permutation(order)
-  return Documents(offset_N[order], length_N[order])
+  return Documents(tokens.offsets[order], tokens.lengths[order])
 
 
 def _identity(tokens: Tokens, *placement: np.ndarray) -> str:
@@ -130,7 +131,7 @@ class PackedDocuments:
     # Start of each document in the concatenation, and the end of the last one.
     self._starts = np.zeros(num_documents + 1, np.int64)
     np.cumsum(documents.length_N, out=self._starts[1:])
-    self._file = TokenFile(tokens)
+    self._file = tokens.file
     self._row_length = row_length
     self.identity = _identity(tokens, self._offsets)
 
@@ -145,6 +146,11 @@ class PackedDocuments:
   @property
   def num_tokens(self) -> int:
     return int(self._starts[-1])
+
+  def documents(self) -> Iterator[np.ndarray]:
+    """Yield the ids of each document, in the order of the concatenation."""
+    for offset, length in zip(self._offsets, np.diff(self._starts), strict=True):
+      yield self._file.read(int(offset), int(length))
 
   def __len__(self) -> int:
     return (self.num_tokens + self._row_length - 1) // self._row_length
@@ -176,7 +182,7 @@ class PackedDocuments:
     return pad_row(ids[:num_inputs], targets, lengths, self._row_length)
 
 
-def _read_all(file: TokenFile, offsets: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+def _read_all(file: IdReader, offsets: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
   """Read the ids [offset, offset + count) of each pair of `offsets` and `counts`."""
   ids = []
   for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
@@ -207,7 +213,7 @@ class PackedPieces:
     self._lengths = lengths[by_row]
     # The pieces of row i are [bounds[i], bounds[i + 1]).
     self._bounds = np.searchsorted(row_of[by_row], np.arange(num_rows + 1))
-    self._file = TokenFile(tokens)
+    self._file = tokens.file
     self._row_length = row_length
     self._masked = masked
     self.identity = _identity(tokens, self._offsets, self._bounds)
@@ -293,7 +299,6 @@ class PackedPairs(PackedPieces):
     packing: bool,
   ) -> None:
     length_N = tokens.lengths
-    offset_N = np.cumsum(length_N) - length_N
     pair_order = np.arange(len(length_N) // 2)
     if order_seed is not None:
       pair_order = np.random.default_rng(order_seed).permutation(pair_order)
@@ -308,7 +313,7 @@ class PackedPairs(PackedPieces):
     super().__init__(
       tokens,
       row_length,
-      offsets=offset_N[order],
+      offsets=tokens.offsets[order],
       lengths=length_N[order],
       row_of=np.repeat(row_of_pair, 2),
       masked=True,

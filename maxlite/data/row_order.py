@@ -9,7 +9,6 @@ of segments with constant shares. A segment ends where a weight changes or a sou
 import bisect
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,6 +16,7 @@ import grain
 import numpy as np
 
 from maxlite.config.mixture import MixtureSource
+from maxlite.data.packing import ENDLESS
 from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
 
@@ -86,16 +86,16 @@ class RowPlace(NamedTuple):
 class Segment:
   """Rows from `first_row` on with constant shares of the sources."""
 
-  def __init__(self, first_row: int, units_S: np.ndarray, used_S: np.ndarray) -> None:
+  def __init__(self, first_row: int, source_N: np.ndarray, used_S: np.ndarray) -> None:
     """
     Args:
-      units_S: whole numbers, in proportion to the sources' rows.
+      source_N: the source of each row of the table.
       used_S: rows of each source before the segment.
     """
     self.first_row = first_row
     self.used_S = used_S
-    self.units_S = units_S // math.gcd(*units_S.tolist())
-    self.source_N = interleave_sources(self.units_S)
+    self.source_N = source_N
+    self.units_S = np.bincount(source_N, minlength=len(used_S))
     # rank_N[n] is the number of rows of the same source before row n of the table.
     self.rank_N = np.zeros(len(self.source_N), np.int64)
     for s in np.flatnonzero(self.units_S):
@@ -131,21 +131,16 @@ class Segment:
 class MixtureOrder(grain.MapDataset[int]):
   """Endless row indices into the concatenated rows of all parts."""
 
-  def __init__(self, parts: Sequence[MixturePart], first_row: Callable[[int], int]) -> None:
-    """`first_row` gives the first row of the batch after a number of batches.
-
-    Raises:
-      UserError: at some step all sources with a weight have reached their `max_epochs`.
-    """
+  def __init__(self, parts: Sequence[MixturePart], segments: Sequence[Segment]) -> None:
     super().__init__([part.order for part in parts])
     self.parts = parts
     num_rows = [part.num_rows for part in parts]
     self._offsets: list[int] = np.cumsum([0, *num_rows]).tolist()
-    self._segments = _segments(parts, first_row)
+    self._segments = segments
     self._starts = [segment.first_row for segment in self._segments]
 
   def __len__(self) -> int:
-    return sys.maxsize
+    return ENDLESS
 
   def __getitem__(self, index: int | slice) -> int | grain.MapDataset[int]:
     if isinstance(index, slice):
@@ -191,6 +186,9 @@ class MixtureOrder(grain.MapDataset[int]):
     """Return a line per source on its part of the first `num_rows` rows."""
     lines = []
     for part, used in zip(self.parts, self.used_before(num_rows).tolist(), strict=True):
+      if part.num_rows == ENDLESS:
+        lines.append(f"{part.source.name}: {used:,} rows")
+        continue
       epochs = used / part.num_rows
       tokens = round(epochs * part.num_tokens)  # exact after whole epochs
       lines.append(f"{part.source.name}: {used:,} rows, {tokens:,} tokens, {epochs:.3g} epochs")
@@ -286,8 +284,17 @@ def share_units(parts: Sequence[MixturePart], weight_S: Sequence[float]) -> np.n
   return units_S
 
 
-def _segments(parts: Sequence[MixturePart], first_row: Callable[[int], int]) -> list[Segment]:
-  """Return the segments of the whole run; the last one has no end."""
+def mixture_segments(
+  parts: Sequence[MixturePart], first_row: Callable[[int], int]
+) -> list[Segment]:
+  """Return the segments of the whole run; the last one has no end.
+
+  Args:
+    first_row: gives the first row of the batch after a number of batches.
+
+  Raises:
+    UserError: at some step all sources with a weight have reached their `max_epochs`.
+  """
   steps = _steps_of_weights(parts)
   segments: list[Segment] = []
   row = 0
@@ -300,7 +307,9 @@ def _segments(parts: Sequence[MixturePart], first_row: Callable[[int], int]) -> 
         f"dataset_mixture: from row {row} on (the weights of from_step={step}), every source with "
         "a weight has reached its max_epochs; raise one, or give another source a weight"
       )
-    segment = Segment(row, share_units(parts, weight_S), used_S)
+    units_S = share_units(parts, weight_S)
+    source_N = interleave_sources(units_S // math.gcd(*units_S.tolist()))
+    segment = Segment(row, source_N, used_S)
     segments.append(segment)
     ends = [first_row(later) for later in steps if first_row(later) > row]
     for s, part in enumerate(parts):

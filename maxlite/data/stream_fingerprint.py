@@ -12,7 +12,11 @@ def order_fingerprint(cfg: DataConfig) -> JsonObject:
   seed = None
   if cfg.enable_data_shuffling:
     seed = cfg.data_shuffle_seed
+  of_megatron = {}
+  if cfg.megatron_order:
+    of_megatron["megatron_num_samples"] = cfg.megatron_num_samples
   return {
+    **of_megatron,
     "max_target_length": cfg.max_target_length,
     "enable_data_shuffling": cfg.enable_data_shuffling,
     "data_sampling": cfg.data_sampling,
@@ -24,6 +28,8 @@ def require_same_fingerprint(state: Mapping[str, Json], fingerprint: Mapping[str
   """Raise UserError if a value of `fingerprint` differs from a stream's state in a checkpoint."""
   for name, now in fingerprint.items():
     then = state.get(name)
+    if name == "skip_rows":  # a stream that has skipped none stores none
+      then = then or []
     if then != now:
       raise UserError(_difference(name, then, now, state["num_batches"]))
 
@@ -32,6 +38,11 @@ def _difference(name: str, then: object, now: object, num_batches: int) -> str:
   """Return the error for a fact that was `then` in the checkpoint and is `now` in this run."""
   if name == "data":
     return _other_data(then, now, num_batches)
+  if name == "skip_rows":
+    return (
+      f"the checkpoint was written with skip_rows={then}, this run has {now} up to its step: "
+      "restore these ranges (later ones may change), or go back to a checkpoint before them"
+    )
   if isinstance(then, list) or isinstance(now, list):
     return (
       f"the checkpoint was written with {name}={then}, this run has {now} up to its step: restore "

@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,14 +51,26 @@ _LOCAL_COPIES = Path("~/.cache/maxlite/tokens")  # of caches on object stores
 log = get_logger(__name__)
 
 
+class IdReader(Protocol):
+  """Ids on disk, read on access; worker processes get copies."""
+
+  def read(self, offset: int, count: int) -> np.ndarray:
+    """Read ids [offset, offset + count)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """One split on disk; `digest` changes if any id or length does."""
+  """The documents of one split, on disk; `digest` changes if any id or length does."""
 
-  path: Path
-  dtype: np.dtype
+  file: IdReader
   digest: str
-  lengths: np.ndarray  # ids per document
+  offsets: np.ndarray  # first id of each document in the file
+  lengths: np.ndarray  # ids of each document
+
+  @staticmethod
+  def contiguous(file: IdReader, digest: str, lengths: np.ndarray) -> "Tokens":
+    """Return documents that follow each other from the start of a file."""
+    return Tokens(file, digest, np.cumsum(lengths) - lengths, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,28 +106,28 @@ def open_tokens(
 
   A cache on an object store is copied to this machine: from there, or to there.
   """
-  key = _key(cfg, files, eval_files, tokenizer)
+  key = cache_key(cfg, files, eval_files, tokenizer)
   sources = [*files, *eval_files]
   shared = ""  # URI of the cache on an object store
   folder = Path(cache_directory) / key
   if is_remote(cache_directory):
     shared = join(cache_directory, key)
     folder = _LOCAL_COPIES.expanduser() / key
-  damage = _damage(folder, sources)
+  damage = cache_damage(folder, sources)
   if damage and shared and _META in list_names(shared):
     _download_folder(shared, folder, sources)
-    damage = _damage(folder, sources)
+    damage = cache_damage(folder, sources)
   if damage:
     if folder.exists():
       log.warning("%s is rebuilt: %s", shared or folder, damage)
     documents = split_documents(cfg, read, files, eval_files)
-    _tokenize(documents, tokenizer, folder, sources)
-    damage = _damage(folder, sources)
+    write_cache(documents, tokenizer, folder, sources)
+    damage = cache_damage(folder, sources)
     if damage:
       raise UserError(f"{folder} has just been written: {damage}: check the disk")
     if shared:
       _upload_folder(folder, shared)
-  return _read_folder(folder, tokenizer.dtype)
+  return read_cache(folder, tokenizer.dtype)
 
 
 def _download_folder(shared: str, folder: Path, sources: list[DataFile]) -> None:
@@ -133,17 +145,14 @@ def _upload_folder(folder: Path, shared: str) -> None:
   upload(uploads)
 
 
-def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
+def read_cache(folder: Path, dtype: np.dtype) -> TokenizedData:
   """Read a valid cache; the ids remain on disk."""
   meta = json.loads((folder / _META).read_bytes())
   tokens = {}
   for name in SPLITS:
     files = _split_files(folder, name)
-    tokens[name] = Tokens(
-      path=files.ids,
-      dtype=dtype,
-      digest=meta["digests"][name],
-      lengths=np.load(files.lengths),
+    tokens[name] = Tokens.contiguous(
+      TokenFile(files.ids, dtype), meta["digests"][name], np.load(files.lengths)
     )
   return TokenizedData(
     train=tokens["train"],
@@ -153,7 +162,7 @@ def _read_folder(folder: Path, dtype: np.dtype) -> TokenizedData:
   )
 
 
-def _key(
+def cache_key(
   cfg: DataConfig,
   files: list[DataFile],
   eval_files: list[DataFile],
@@ -198,7 +207,7 @@ def _all_split_files(folder: Path) -> list[Path]:
   return files
 
 
-def _damage(folder: Path, sources: list[DataFile]) -> str:
+def cache_damage(folder: Path, sources: list[DataFile]) -> str:
   """Return why the cache of `sources` cannot be used, or "".
 
   All files are compared with the digests of meta.json if any was touched since the last comparison.
@@ -258,7 +267,7 @@ def _digest(file: DataFile, end: bytes = b"") -> str:
   return digest.hexdigest()
 
 
-def _tokenize(
+def write_cache(
   documents: SplitDocuments,
   tokenizer: DocumentTokenizer,
   folder: Path,
@@ -318,12 +327,14 @@ def _new_folder(folder: Path, sources: list[DataFile]) -> Iterator[Path]:
       partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
       partial.mkdir()
     yield partial
-    if folder.exists() and _damage(folder, sources):
+    if folder.exists() and cache_damage(folder, sources):
       shutil.rmtree(folder)
     try:
       partial.rename(folder)
     except OSError:
-      if _damage(folder, sources):  # otherwise another process was first, with the same content
+      if cache_damage(
+        folder, sources
+      ):  # otherwise another process was first, with the same content
         raise
       shutil.rmtree(partial)
     # Only now: until here, another process must not write to this folder.
@@ -346,15 +357,16 @@ def _remove_stale(cache_directory: Path, kept: Path) -> None:
 
 
 class TokenFile:
-  """The ids of a split, read from disk on access."""
+  """The ids of a file of integers from byte `start` on."""
 
-  def __init__(self, tokens: Tokens) -> None:
-    self._path = tokens.path
-    self._dtype = tokens.dtype
+  def __init__(self, path: Path, dtype: np.dtype, start: int = 0) -> None:
+    self.path = path
+    self.dtype = dtype
+    self._start = start
     self._open()
 
   def _open(self) -> None:
-    self._file = os.open(self._path, os.O_RDONLY)
+    self._file = os.open(self.path, os.O_RDONLY)
     weakref.finalize(self, os.close, self._file)
 
   def __setstate__(self, state: dict[str, object]) -> None:
@@ -363,9 +375,12 @@ class TokenFile:
 
   def read(self, offset: int, count: int) -> np.ndarray:
     """Read ids [offset, offset + count)."""
-    id_bytes = self._dtype.itemsize
+    id_bytes = self.dtype.itemsize
     num_bytes = count * id_bytes
-    data = os.pread(self._file, num_bytes, offset * id_bytes)
+    data = os.pread(self._file, num_bytes, self._start + offset * id_bytes)
     if len(data) != num_bytes:
-      raise UserError(f"{self._path} was cut short: remove its folder and start again")
-    return np.frombuffer(data, self._dtype)
+      raise UserError(
+        f"{self.path} was cut short: restore it, or remove the folder of a token cache, and start "
+        "again"
+      )
+    return np.frombuffer(data, self.dtype)

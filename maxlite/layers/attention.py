@@ -18,7 +18,7 @@ from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import build_norm
 from maxlite.layers.partitioned import partitioned
 from maxlite.layers.rope import RopeTables, apply_rope, scale_queries, score_factor
-from maxlite.layers.sharded_attention import attend
+from maxlite.layers.sharded_attention import MAX_LOGITS, attend
 from maxlite.sharding import ROWS, Sharder
 
 # Logical axes of a block of the cache.
@@ -146,6 +146,19 @@ class Attention(nn.Module):
         scale=self._score_scale(),
         soft_cap=self.cfg.attn_logits_soft_cap,
         sink_H=sink_H,
+      )
+    if self.is_mutable_collection(MAX_LOGITS) and not self.is_initializing():
+      # Only a run with QK-clip opens the file.
+      from maxlite.layers.max_logits import store_max_logits
+
+      store_max_logits(
+        self,
+        q_BTHC,
+        keys_values.k_BTGC,
+        segment_BT,
+        scale=self._score_scale(),
+        window=window.size,
+        is_local=window.applies,
       )
     return attend(
       self.cfg,

@@ -21,7 +21,7 @@ from maxlite.layers.rope import (
   scale_queries,
   score_factor,
 )
-from maxlite.layers.sharded_attention import attend
+from maxlite.layers.sharded_attention import MAX_LOGITS, attend
 from maxlite.sharding import ROWS, Sharder
 
 EPSILON = 1e-6  # Of the latents' norms, independent of the epsilon of the other norms.
@@ -115,6 +115,11 @@ class LatentAttention(nn.Module):
   ) -> jax.Array:
     """o_BTHC of whole rows, with the keys and values of every head."""
     k_BTHC, v_BTHC = self._keys_and_values(latent_BTL, rotated_BT1R)
+    if self.is_mutable_collection(MAX_LOGITS) and not self.is_initializing():
+      # Only a run with QK-clip opens the file.
+      from maxlite.layers.max_logits import store_max_logits
+
+      store_max_logits(self, q_BTHC, k_BTHC, segment_BT, scale=self._score_scale())
     return attend(
       self.cfg,
       self.sharder,

@@ -25,6 +25,8 @@ from maxlite.registry import ATTENTION_BACKENDS
 from maxlite.sharding import ROWS, Sharder
 from maxlite.sharding.collectives import from_zigzag, pvary, to_zigzag, zigzag_chunks
 
+# A collection of variables: if it is mutable, every attention measures its largest logits.
+MAX_LOGITS = "max_logits"
 # (mesh axes of the context, operands, options) -> o_bthc of the shard's positions
 Strategy = Callable[[tuple[str, ...], ShardOperands, AttentionOptions], jax.Array]
 

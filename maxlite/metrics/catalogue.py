@@ -73,6 +73,13 @@ METRICS: dict[str, Metric] = {
   "grad_norm": Metric("1", "Norm of all gradients, before clipping.", "learning/raw_grad_norm"),
   "skipped": Metric("steps", "Steps so far without an update, as a value was not finite."),
   "skipped_in_a_row": Metric("steps", "The latest of these in a row, up to max_skipped_steps."),
+  "max_logits": Metric(
+    "1",
+    "Largest attention logit of the batch, before the update, with qk_clip_threshold.",
+    "learning/max_logits",
+  ),
+  "clipped_heads": Metric("heads", "Heads of all layers with a logit above qk_clip_threshold."),
+  "skipped_spikes": Metric("steps", "Steps so far without an update, as they were spikes."),
   "num_tokens": Metric(
     "tokens", "Tokens of the step that have a loss, over all devices.", "learning/total_weights"
   ),

@@ -31,8 +31,8 @@ from maxlite.metrics.step_row import TIME, LoggedRow, Row
 from maxlite.storage.file_io import named_errors, open_regular, replaced
 from maxlite.storage.json_values import Json, JsonObject
 
-# Console cells by metric, in order. A row has a cell for each metric in it; `skipped` has one only
-# if it is not zero.
+# Console cells by metric, in order. A row has a cell for each metric in it; counts of skipped steps
+# have one only if they are not zero.
 TRAINING_CELLS = {
   "loss": "loss {:7.4f}",
   "draft_loss": "drafts {:7.4f}",
@@ -46,6 +46,7 @@ TRAINING_CELLS = {
   "mfu": "MFU {:5.1%}",
   "expert_imbalance": "imbalance {:5.2f}",
   "skipped": "skipped {}",
+  "skipped_spikes": "spikes skipped {}",
 }
 EVAL_CELLS = {
   "eval_loss": "loss {:7.4f}",
@@ -628,7 +629,7 @@ def _cells(row: Row, formats: Mapping[str, str]) -> list[str]:
       accepted.append(f"{share:.1%}")
   cells: list[str] = []
   for name, text in formats.items():
-    is_shown = name != "skipped" or row.get(name)
+    is_shown = not name.startswith("skipped") or row.get(name)
     if name in row and is_shown:
       cells.append(text.format(row[name], accepted=" ".join(accepted)))
   return cells

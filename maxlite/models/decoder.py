@@ -17,6 +17,7 @@ from maxlite.layers.moe import routes
 from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
 from maxlite.layers.rope import query_scale
+from maxlite.layers.sharded_attention import MAX_LOGITS
 from maxlite.models.decoder_layer import (
   DecoderLayer,
   LayerOutputs,
@@ -93,7 +94,7 @@ class Decoder(nn.Module):
     """The class of `length` stacked layers, over which its call scans."""
     return nn.scan(
       layer,
-      variable_axes={"params": 0, cache.COLLECTION: 0, routes.COLLECTION: 0},
+      variable_axes={"params": 0, cache.COLLECTION: 0, routes.COLLECTION: 0, MAX_LOGITS: 0},
       split_rngs={"params": True, "jitter": True},
       in_axes=(SCAN_AXES,),
       length=length,

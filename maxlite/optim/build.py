@@ -14,7 +14,7 @@ from maxlite.config.config_field import KeyValue
 from maxlite.config.raw_values import show
 from maxlite.config.schema import ModelConfig, OptimizerConfig
 from maxlite.errors import UserError
-from maxlite.optim.labels import decay_mask, matrix_axes
+from maxlite.optim.labels import decay_mask
 from maxlite.optim.parametrization import scale_updates
 from maxlite.optim.schedules import build_schedule, schedule_numbers
 from maxlite.registry import OPTIMIZERS, SCHEDULES
@@ -41,28 +41,6 @@ def adafactor(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformati
     optax.clip_by_block_rms(1.0),
     optax.scale_by_param_block_rms(),
   )
-
-
-def muon(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
-  """Muon for hidden matrices and Adam for the rest, with one learning rate.
-
-  Source: Jordan et al., Muon (2024); updates scaled to the size of Adam's as in Liu et al., Muon is
-  Scalable for LLM Training (2025), section 2.2.
-  """
-  transform = optax.contrib.muon(
-    learning_rate=1.0,
-    beta=cfg.muon_beta,
-    muon_weight_dimension_numbers=jax.tree.map(matrix_axes, names),
-    consistent_rms=0.2,
-  )
-  transform = optax.chain(transform, optax.scale(-1.0))  # optax's muon already negates updates
-  # Its Adam for other parameters is not used: it has Nesterov momentum and ignores adam_eps.
-
-  def kind(axes: jax.P) -> str:
-    return "muon" if matrix_axes(axes) else "adam"
-
-  kinds = jax.tree.map(kind, names)
-  return optax.partition({"muon": transform, "adam": adamw(cfg, names)}, kinds)
 
 
 def of_optax(cfg: OptimizerConfig, names: PyTree) -> optax.GradientTransformation:
@@ -207,7 +185,10 @@ def _chain(
   parts: list[optax.GradientTransformation] = []
   if clips:
     parts.append(optax.clip_by_global_norm(cfg.gradient_clipping_threshold))
-  parts.append(OPTIMIZERS[cfg.opt_type](cfg, names))
+  optimizer = OPTIMIZERS[cfg.opt_type]
+  if entry.reads_model:
+    optimizer = functools.partial(optimizer, model=model)
+  parts.append(optimizer(cfg, names))
   if model.scaling.parametrization == "mup":
     if entry.mup_updates is None:
       raise UserError(

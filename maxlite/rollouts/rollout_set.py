@@ -22,7 +22,7 @@ class RolloutSet(NamedTuple):
     texts: of the completions.
     reward_NR: the value of each reward function, without its weight.
     advantage_N: the advantages.
-    log_prob_BT: of the targets of the batch when they were written [nats].
+    log_prob_NC: of token c after the prompt when it was written [nats].
     row: metrics of the set, for each step on it.
     seconds: times of the set, for the first step on it.
     expert_BTNK: the experts of the batch's tokens when they were written, if the steps replay them.
@@ -33,7 +33,7 @@ class RolloutSet(NamedTuple):
   texts: list[str]
   reward_NR: np.ndarray
   advantage_N: np.ndarray
-  log_prob_BT: np.ndarray
+  log_prob_NC: np.ndarray
   row: Row
   seconds: Row
   expert_BTNK: np.ndarray | None = None
@@ -47,13 +47,12 @@ class RolloutSet(NamedTuple):
       is_first: whether the policy that wrote them is the one before the step.
       masks_truncated: whether truncated completions have no loss.
     """
-    batch, _ = place_rollouts(self.rollouts, sizes, shape)
-    batch = batch.replace(expert_BTNK=self.expert_BTNK)
-    if not is_first:
-      batch = batch.replace(behaviour_BT=self.log_prob_BT)
+    batch = place_rollouts(self.rollouts, sizes, shape).replace(expert_BTNK=self.expert_BTNK)
     for n, rollout in enumerate(self.rollouts):
       span = rollout_span(n, rollout, sizes)
       batch.advantage_BT[span] = self.advantage_N[n]
+      if not is_first:
+        batch.behaviour_BT[span] = self.log_prob_NC[n, : len(rollout.ids)]
       if masks_truncated and rollout.is_truncated:
         batch.weight_BT[span] = 0
     return batch
@@ -67,7 +66,7 @@ class RolloutSet(NamedTuple):
       "has_loss": [list(map(int, rollout.has_loss)) for rollout in self.rollouts],
       "finish_reasons": [rollout.finish_reason for rollout in self.rollouts],
       "advantages": self.advantage_N.tolist(),
-      "log_probs": self.log_prob_BT.tolist(),
+      "log_probs": self.log_prob_NC.tolist(),
       "experts": None if self.expert_BTNK is None else _encode(self.expert_BTNK),
       "row": dict(self.row),
     }
@@ -93,7 +92,7 @@ class RolloutSet(NamedTuple):
       texts=[],
       reward_NR=np.zeros((len(rollouts), 0)),
       advantage_N=np.asarray(value["advantages"]),
-      log_prob_BT=np.asarray(value["log_probs"], np.float32),
+      log_prob_NC=np.asarray(value["log_probs"], np.float32),
       expert_BTNK=None if value["experts"] is None else _decode(value["experts"]),
       row=value["row"],
       seconds={},

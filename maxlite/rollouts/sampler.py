@@ -17,13 +17,7 @@ from maxlite.rollouts.process_0 import reward_completions
 from maxlite.rollouts.rewards import Rewards
 from maxlite.rollouts.rollout import Rollout
 from maxlite.rollouts.rollout_set import RolloutSet
-from maxlite.rollouts.verification import (
-  Draws,
-  Verifier,
-  context_span,
-  place_rollouts,
-  rollout_span,
-)
+from maxlite.rollouts.verification import Draws, Verifier, context_span
 from maxlite.rollouts.writer import RolloutWriter
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.json_values import JsonObject
@@ -60,7 +54,6 @@ class RolloutSampler:
     self._cfg = cfg
     self._program = program
     self.sizes = sizes
-    self._shape = batch_shape
     self._rewards = Rewards(cfg.rollouts)
     self.reward_names = self._rewards.names
     self.reward_weights = self._rewards.weight_R
@@ -80,7 +73,7 @@ class RolloutSampler:
       environment=cfg.rollouts.rollout_environment,
     )
     self._verifier = Verifier(
-      program, batch_shape, records_experts=cfg.rollouts.rollout_routes == "replay"
+      program, sizes, batch_shape, records_experts=cfg.rollouts.rollout_routes == "replay"
     )
 
   def sample(self, params: PyTree, prompts: Sequence[Prompt], seed: Sequence[int]) -> RolloutSet:
@@ -124,7 +117,7 @@ class RolloutSampler:
     """Yield what is written of rollouts to a run's folder: a row per prompt."""
     completions: list[JsonObject] = []
     for n, rollout in enumerate(rollouts.rollouts):
-      log_probs = rollouts.log_prob_BT[rollout_span(n, rollout, self.sizes)]
+      log_probs = rollouts.log_prob_NC[n, : len(rollout.ids)]
       rewards = dict(zip(self.reward_names, rollouts.reward_NR[n].tolist(), strict=True))
       row = self.writer.row(rollout, rollouts.texts[n], rewards) | {
         "log_probs": [round(float(value), 4) for value in log_probs],
@@ -153,23 +146,22 @@ class RolloutSampler:
       verification, there is a pass for the last only.
     """
     if self._cfg.rollouts.rollout_verification == "off":
-      batch, seed_BT = place_rollouts(rollouts, self.sizes, self._shape)
-      return 0, 0, self._verifier(params, batch, seed_BT)
+      return 0, 0, self._verifier(params, rollouts)
     num_replaced = 0
     for num_rounds in range(1, MAX_ROUNDS + 1):
-      batch, seed_BT = place_rollouts(rollouts, self.sizes, self._shape)
-      draws = self._verifier(params, batch, seed_BT)
+      draws = self._verifier(params, rollouts)
       num_before = num_replaced
       for n, rollout in enumerate(rollouts):
-        span = rollout_span(n, rollout, self.sizes)
-        differs = (draws.token_BT[span] != rollout.ids) & rollout.is_own
-        if differs.any():
-          first = int(np.argmax(differs))
-          num_replaced += 1
-          rollout.gaps.append(float(draws.gap_BT[span][first]))
-          drawn = int(draws.token_BT[span][first])
-          rollout.cut(first)
-          self.writer.add(rollout, drawn)
+        drawn = draws.token_NC[n, : len(rollout.ids)].tolist()
+        if drawn == rollout.ids:
+          continue
+        for c, (token, is_own) in enumerate(zip(rollout.ids, rollout.is_own, strict=True)):
+          if is_own and token != drawn[c]:
+            num_replaced += 1
+            rollout.gaps.append(float(draws.gap_NC[n, c]))
+            rollout.cut(c)
+            self.writer.add(rollout, drawn[c])
+            break
       if num_replaced == num_before:
         return num_replaced, num_rounds, draws
       self.writer.write(rollouts)
@@ -213,7 +205,7 @@ class RolloutSampler:
       texts=texts,
       reward_NR=reward_NR,
       advantage_N=advantage_N,
-      log_prob_BT=draws.log_prob_BT,
+      log_prob_NC=draws.log_prob_NC,
       expert_BTNK=draws.expert_BTNK,
       row=row,
       seconds=seconds,

@@ -128,7 +128,7 @@ def describe_data(name: str, data: DataLoader) -> list[str]:
   for part_name, part in source.parts.items():
     lines.append(f"  {part_name}: {part.files}; {part.summary}")
   if source.parts:
-    lines.append(f"  rows {data.order.describe_shares(data.schedule.first_row)}")
+    lines.append(f"  rows {data.order.describe_shares(data.num_passed)}")
   return lines
 
 

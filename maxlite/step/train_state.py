@@ -30,6 +30,8 @@ class TrainState(struct.PyTreeNode):
   ema: PyTree = None
   # Other variables of the model, such as batch statistics.
   collections: PyTree = None
+  # With skip_step_on_spikes, the SpikeWindow of every objective, by name.
+  spikes: PyTree = None
 
 
 def init_state(
@@ -39,6 +41,7 @@ def init_state(
   clock: PyTree = None,
   averaged: PyTree = None,
   collections: PyTree = None,
+  spikes: PyTree = None,
 ) -> TrainState:
   """The state before the first step; `averaged` has the parameters that the EMA follows."""
   zero = jnp.zeros((), jnp.int32)
@@ -56,6 +59,7 @@ def init_state(
     clock=clock,
     ema=jax.tree.map(start, averaged),
     collections=collections,
+    spikes=spikes,
   )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from maxlite.optim.labels import Labels, is_masked, merge, split
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.gradients import GradientFunction, GradientResult
 from maxlite.step.train_state import Metrics, TrainState
+
+if TYPE_CHECKING:  # a file that a plain run does not open
+  from maxlite.step.spikes import SpikeRule
 
 _NEEDS_LOSS = (
   "an optimizer that needs the loss value, such as lbfgs, is not supported: choose one whose "
@@ -61,6 +64,8 @@ class SkipRule:
   selects: bool = False
   # The number of consecutive skipped steps after which nothing is updated; None: no such number.
   freeze_after: int | None = None
+  # Which steps are spikes, whose update is skipped too, if `grad_norm`; None: no step is one.
+  spikes: "SpikeRule | None" = None
 
 
 class StepOptions(TypedDict, total=False):
@@ -188,19 +193,32 @@ class _Update:
     if self.check_zero is not None:
       metrics[ZERO_GRADIENTS] = _zero_gradients(gradients, self.check_zero(state))
     finite, state = _check_finite(self.skip, state, result, metrics)
+    applies = finite
+    if self.skip is not None and self.skip.spikes is not None:
+      applies, state = _check_spike(self.skip.spikes, state, result.loss, finite, metrics)
     with jax.named_scope("optimizer"):
-      trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, finite, self.skip)
+      trained, opt_state = _update(self.tx, gradients, state.opt_state, trained, applies, self.skip)
     if self.post_update is not None:
-      changed = self.post_update(merge(trained, frozen), metrics, finite)
+      changed = self.post_update(merge(trained, frozen), metrics, applies)
       trained, _ = split(changed, self.labels)
     new_state = state.replace(
       step=state.step + 1,
       params=merge(trained, frozen),
       opt_state=opt_state,
-      ema=update_ema(state.ema, trained, self.labels, finite, self.ema_decay),
-      collections=select(self.skip, finite, result.collections, state.collections),
+      ema=update_ema(state.ema, trained, self.labels, applies, self.ema_decay),
+      collections=select(self.skip, applies, result.collections, state.collections),
     )
     return new_state, metrics
+
+
+def _check_spike(
+  rule: "SpikeRule", state: TrainState, loss: jax.Array, finite: jax.Array, metrics: Metrics
+) -> tuple[jax.Array, TrainState]:
+  """(whether to apply the update, state with the step in its window); adds to the metrics."""
+  is_spike, window = rule.observe(state.spikes[rule.objective], loss, metrics["grad_norm"], finite)
+  spikes = {**state.spikes, rule.objective: window}
+  metrics["skipped_spikes"] = sum(each.num_skipped for each in spikes.values())
+  return finite & ~is_spike, state.replace(spikes=spikes)
 
 
 def _check_finite(

@@ -18,6 +18,7 @@ from maxlite.layers.moe import routes
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
 from maxlite.layers.moe.receive_buffer import required_factor
+from maxlite.layers.sharded_attention import MAX_LOGITS
 from maxlite.models.decoder import Decoder
 from maxlite.models.decoder_layer import LayerSums
 from maxlite.models.draft import draft_weight
@@ -114,6 +115,8 @@ class Hidden(struct.PyTreeNode):
   teachers: "tuple[Hidden, ...]" = ()
   # The experts of every token, if they were to be recorded.
   expert_BTNK: jax.Array | None = None
+  # The largest attention logits, if they were to be measured: collections MAX_LOGITS of the model.
+  max_logits: PyTree = None
 
   @property
   def drafted_BTJD(self) -> jax.Array:
@@ -131,6 +134,7 @@ def run_forward(
   drafts: bool,
   expert_BTNK: jax.Array | None = None,
   records_experts: bool = False,
+  measures_logits: bool = False,
 ) -> Hidden:
   """Run the forward pass.
 
@@ -141,6 +145,7 @@ def run_forward(
     expert_BTNK: the experts that the blocks replay; None: their routers choose. Layers of
       multi-token prediction always choose.
     records_experts: whether the result has the experts of the blocks.
+    measures_logits: whether the result has the largest attention logits.
   """
   variables = {"params": params}
   if expert_BTNK is not None:
@@ -148,22 +153,22 @@ def run_forward(
   rngs = None
   if jitter_key is not None:
     rngs = {"jitter": jitter_key}
-  result: PyTree = model.apply(
+  measured = [MAX_LOGITS] if measures_logits else []
+  (x_BTD, layers, w_DV), recorded = model.apply(
     variables,
     batch.tokens_BT,
     batch.segment_BT,
     batch.position_BT,
     method=model.hidden_and_unembedding,
     rngs=rngs,
-    mutable=[routes.COLLECTION] if records_experts else False,
+    mutable=[*measured, routes.COLLECTION] if records_experts else measured,
   )
   if records_experts:
-    result, recorded = result
     expert_BTNK = stack_routes(recorded[routes.COLLECTION], model.cfg)
-  x_BTD, layers, w_DV = result
+  max_logits = recorded.get(MAX_LOGITS)
   y_BTJD: PyTree = None
   if drafts and model.cfg.mtp_num_layers:
-    mtp_result: PyTree = model.apply(
+    (y_BTJD, mtp_layers), recorded = model.apply(
       {"params": params},
       x_BTD,
       batch.tokens_BT,
@@ -171,8 +176,10 @@ def run_forward(
       batch.position_BT,
       method=model.mtp_hidden,
       rngs=rngs,
+      mutable=measured,
     )
-    y_BTJD, mtp_layers = mtp_result
+    if measures_logits:
+      max_logits |= recorded[MAX_LOGITS]
     layers = jax.tree.map(lambda *stacked: jnp.concatenate(stacked), layers, mtp_layers)
   elif drafts:
     y_BTJD = model.apply({"params": params}, x_BTD, method=model.draft_hidden)
@@ -183,6 +190,7 @@ def run_forward(
     y_BTJD=y_BTJD,
     soft_cap=model.cfg.final_logits_soft_cap,
     expert_BTNK=expert_BTNK if records_experts else None,
+    max_logits=max_logits,
   )
 
 
@@ -273,6 +281,11 @@ class DecoderLoss(LossFunction):
         self.model.sharder,
       )
       sums = sums.replace(mtp=mtp)
+    if hidden.max_logits is not None:
+      # Only a run with QK-clip opens the file.
+      from maxlite.training.qk_clip import larger
+
+      collections = larger(collections, hidden.max_logits)
     return sums, collections
 
   def hidden(
@@ -285,7 +298,15 @@ class DecoderLoss(LossFunction):
     """Run the forward pass before the unembedding."""
     del extra
     drafts = self.loss.drafts or self.model.cfg.mtp_num_layers > 0
-    return run_forward(self.model, params, batch, key, drafts=drafts, expert_BTNK=batch.expert_BTNK)
+    return run_forward(
+      self.model,
+      params,
+      batch,
+      key,
+      drafts=drafts,
+      expert_BTNK=batch.expert_BTNK,
+      measures_logits=self.cfg.qk_clip_threshold > 0,
+    )
 
   def combine(self, sums: Sums) -> tuple[jax.Array, dict]:
     """Compute the loss; the metrics are its parts, the number of tokens and the experts' load."""
@@ -366,6 +387,8 @@ class DecoderLoss(LossFunction):
   def _can_divide_over_slices(self) -> bool:
     sharder = self.model.sharder
     if sharder.mesh.shape["data"] == 1:
+      return False
+    if self.cfg.qk_clip_threshold:  # maxima do not add up
       return False
     if self.moe.router_jitter or not choose_dispatch(self.moe).works_in_shard_map:
       return False

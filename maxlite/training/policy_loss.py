@@ -68,7 +68,7 @@ def policy_sums(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder
   log_ratio_BT = weight_BT * (log_prob_BT - behaviour_BT)
   ratio_BT = jnp.exp(log_ratio_BT)
 
-  max_sequences = weight_BT.shape[1] // 2  # a prompt and a token
+  max_sequences = weight_BT.shape[1]
   length_BS = jnp.maximum(sequence_sums(weight_BT, batch.segment_BT, max_sequences, sharder), 1)
   followed_BT = ratio_BT
   if cfg.importance_sampling_level == "sequence":

@@ -311,17 +311,35 @@ def build_objective_parts(
   for feature in program.features:
     loss = feature.wrap_loss(loss, objective.spec)
   gradients_of = build_gradients(loss, objective.spec.gradient_accumulation_steps)
+  post_update = build_routed_bias_update(spec.model.moe) if spec.model.family.is_moe else None
+  if training.qk_clip_threshold:
+    # Only such a run opens the file.
+    from maxlite.training.qk_clip import build_qk_clip, with_max_logits
+
+    gradients_of = with_max_logits(gradients_of)
+    num_plain_channels = spec.model.mla.qk_nope_head_dim
+    post_update = build_qk_clip(training.qk_clip_threshold, num_plain_channels, post_update)
   for feature in program.features:
     gradients_of = feature.wrap_gradients(gradients_of)
   freeze_after = training.max_skipped_steps if freeze_diverged else None
+  spikes = None
+  if training.skip_step_on_spikes:
+    # Only such a run opens the file.
+    from maxlite.step.spikes import SpikeRule
+
+    spikes = SpikeRule(objective.name, training.skip_step_scaling_factor)
   return build_step_parts(
     gradients_of,
     objective.tx,
     labels=objective.labels,
     learning_rate=lambda state: learning_rate(objective.spec.optimizer, state.opt_state),
     ema_decay=training.ema_decay,
-    post_update=build_routed_bias_update(spec.model.moe) if spec.model.family.is_moe else None,
-    skip=SkipRule(freeze_after=freeze_after, selects=program.sharder.platform == "gpu"),
+    post_update=post_update,
+    skip=SkipRule(
+      freeze_after=freeze_after,
+      spikes=spikes,
+      selects=program.sharder.platform == "gpu",
+    ),
     check_zero=check_zero,
   )
 
@@ -377,11 +395,18 @@ def _plain_state(program: Program, params: PyTree, seed: ArrayLike) -> TrainStat
   averaged = None
   if program.spec.training.ema_decay:
     averaged, _ = split(params, trained)
+  spikes = None
+  if program.spec.training.skip_step_on_spikes:
+    from maxlite.step.spikes import init_window
+
+    interval = program.spec.training.skip_step_interval
+    spikes = {each.name: init_window(interval) for each in program.objectives}
   return init_state(
     params,
     opt_state=opt_state,
     rng=jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1)),
     averaged=averaged,
+    spikes=spikes,
   )
 
 

@@ -14,6 +14,7 @@ from maxlite.metrics.best_loss import BestLoss
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.metrics.goodput import STEP, Stopwatch
 from maxlite.metrics.step_row import TIME, Row, training_row
+from maxlite.metrics.waits import print_to_stderr
 from maxlite.metrics.writers import Writers
 from maxlite.sharding.pytree import PyTree
 from maxlite.storage.json_values import JsonObject
@@ -169,6 +170,7 @@ class StepLog(Log):
     self._settled = self._since  # When the latest step ended.
     self._kind = 0  # The index of its kind.
     self._skipped_in_a_row = 0
+    self._skipped_spikes: int | None = None  # None: not known yet
 
   @property
   def diverged(self) -> str:
@@ -187,6 +189,19 @@ class StepLog(Log):
     self._steps_since += 1
     self._count_tokens(0, metrics["num_tokens"])
     self._skipped_in_a_row = int(metrics["skipped_in_a_row"])
+    if "skipped_spikes" in metrics:
+      self._report_spike(step, metrics)
+
+  def _report_spike(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
+    """Print which step was skipped as a spike: its row may not be due."""
+    num_skipped = int(metrics["skipped_spikes"])
+    is_new = self._skipped_spikes is not None and num_skipped > self._skipped_spikes
+    self._skipped_spikes = num_skipped
+    if is_new and jax.process_index() == 0:
+      print_to_stderr(
+        f"step {step}: skipped as a spike: loss {float(metrics['loss']):.4f}, "
+        f"|grad| {float(metrics['grad_norm']):.3g}"
+      )
 
   def _write(
     self,

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support.slow_cases import slow
 from support.tiny_run import STEPS
 
 import maxlite
@@ -121,9 +122,9 @@ def test_recorded_experts_give_the_bits_of_the_step_that_chose_them(recorded):
   ("change", "message"),
   [
     (lambda x: x[..., :1], r"experts of a batch are int32 of shape \(16, 16, 1, 1\): give"),
-    (lambda x: x.astype(float), "experts of a batch are float64"),
+    slow(lambda x: x.astype(float), "experts of a batch are float64"),
     (lambda x: x + 1, "give each token different ones from 0 to 3 in a layer"),
-    (np.zeros_like, "give each token different ones from 0 to 3 in a layer"),
+    slow(np.zeros_like, "give each token different ones from 0 to 3 in a layer"),
     (lambda x: None, "some batches have the experts of their tokens"),
   ],
 )

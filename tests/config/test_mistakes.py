@@ -101,7 +101,7 @@ MISTAKES = (
     ("dataset_mixture=[{name: a, path: x, weight: 1, type: jsonl, columns: {messages: b}}]",): (
       "dataset_mixture[0]: a has columns, which type=jsonl does not read",
     ),
-    ("batch_size_schedule=[[0, 8, 1]]",): ("a list of [steps, number]", "[[0, 8], [1000, 16]]"),
+    ("batch_size_schedule=[[0, 8, 1]]",): ("a list of [number, number]", "[[0, 8], [1000, 16]]"),
     ("batch_size_schedule=[[1, 8]]",): ("batch_size_schedule=[[1, 8]]", "ascend from 0"),
     ("batch_size_schedule=[[0, 8], [4, 8], [2, 16]]",): ("ascend from 0",),
     ("batch_size_schedule=[[0, 0]]",): ("a step needs tokens", "1 or more"),

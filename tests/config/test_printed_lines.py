@@ -182,6 +182,7 @@ _OWN_TEXT = {
   "maxlite/errors.py",
   "maxlite/config/load.py",
   "maxlite/convert.py",
+  "maxlite/data/__main__.py",
   "maxlite/data/sources/template_worker.py",
   "maxlite/diff.py",
   "maxlite/inference/generation.py",

@@ -28,6 +28,7 @@ OF_OTHER_MODELS = {
   "rope_long_factor", "rope_long_context",
 }  # fmt: skip
 OF_OTHER_RUNS = {"reference_path", "dpo_beta", "dpo_label_smoothing", "chat_template_path"}
+OF_OTHER_RUNS |= {"token_dtype", "document_end_id", "megatron_split"}
 # Read while the config is resolved, or for the folder of the run.
 OF_CONFIG = {"decoder_block", "model_name", "plugins", "trust_plugins", "run_name", "member"}
 OF_CONFIG |= {"base_output_directory", "token_cache_directory", "packing"}

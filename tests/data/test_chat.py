@@ -23,7 +23,7 @@ from maxlite.data.sources.chat import (
   fixed_date,
   open_chat,
 )
-from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
+from maxlite.data.token_cache import LOSS_MASK_BIT, TokenFile, Tokens
 from maxlite.data.tokenizer import open_tokenizer
 from maxlite.errors import UserError
 from maxlite.registry import TOKENIZERS
@@ -622,7 +622,8 @@ def tokens_of(folder, documents):
   folder.mkdir(exist_ok=True)
   np.concatenate(flagged).tofile(folder / "train.bin")
   lengths = np.array([len(document) for document in documents])
-  return Tokens(folder / "train.bin", np.dtype(np.uint32), "digest", lengths)
+  file = TokenFile(folder / "train.bin", np.dtype(np.uint32))
+  return Tokens.contiguous(file, "digest", lengths)
 
 
 T = 12

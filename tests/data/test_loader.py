@@ -22,6 +22,7 @@ TOKEN_SOURCES = sorted(name for name in SOURCES if not SOURCES.entry(name).has_p
 T = 16
 B = 8
 NUM_DOCUMENTS = 40
+EOS = 257  # of bytes
 TEMPLATE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
@@ -59,6 +60,9 @@ def write_source(folder, kind, num_documents):
     table = pyarrow.table({"text": texts})
     with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
       writer.write_table(table)
+  if kind == "tokens":
+    ids = [np.append(np.frombuffer(text.encode(), np.uint8), EOS) for text in texts]
+    np.concatenate(ids).astype(np.uint16).tofile(folder / "a.bin")
   if kind == "array_record":
     writer = ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
     for text in texts:

@@ -15,7 +15,7 @@ from maxlite.config.mixture import MixtureSource, mixture_of
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.config.schema import DataConfig
 from maxlite.data.loader import open_data
-from maxlite.data.row_order import MixtureOrder, MixturePart, interleave_sources
+from maxlite.data.row_order import MixtureOrder, MixturePart, interleave_sources, mixture_segments
 
 T = 16
 B = 4
@@ -30,7 +30,7 @@ def part(name, weights, num_rows, max_epochs=None, fill=1.0):
 
 def places(parts, num_rows, batch_size=B):
   """(source [N], row of the source [N]) of the first rows."""
-  order = MixtureOrder(parts, lambda step: step * batch_size)
+  order = MixtureOrder(parts, mixture_segments(parts, lambda step: step * batch_size))
   ends = np.cumsum([each.num_rows for each in parts])
   starts = np.concatenate([[0], ends])
   rows = np.array([order[n] for n in range(num_rows)])
@@ -67,7 +67,7 @@ def test_every_prefix_is_within_one_row_of_its_shares_and_every_window_within_tw
 @given(units=weights, first=st.integers(0, 10**7), seed=st.integers(0, 5))
 def test_shares_hold_in_windows_anywhere_in_the_run(units, first, seed):
   parts = [part(f"s{s}", [(0, w)], 7 + 3 * s) for s, w in enumerate(units)]
-  order = MixtureOrder(parts, lambda step: step * B)
+  order = MixtureOrder(parts, mixture_segments(parts, lambda step: step * B))
   length = 200 + 37 * seed
   before_S = order.used_before(first)
   used_S = order.used_before(first + length) - before_S

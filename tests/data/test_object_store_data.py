@@ -82,7 +82,7 @@ def test_globs_folders_and_objects_are_expanded_in_order(stored):
 def test_a_second_host_downloads_the_token_cache(folder, bucket, copies, monkeypatch):
   first, _ = rows_of(folder, f"{bucket}/tokens")
   shutil.rmtree(copies)  # another host has none
-  monkeypatch.setattr(token_cache, "_tokenize", pytest.fail)
+  monkeypatch.setattr(token_cache, "write_cache", pytest.fail)
   second, _ = rows_of(folder, f"{bucket}/tokens")
   np.testing.assert_array_equal(first, second)
 

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxlite.data.packing import BestFitDocuments, PackedDocuments, best_fit
-from maxlite.data.token_cache import Tokens
+from maxlite.data.token_cache import TokenFile, Tokens
 
 
 def store(folder, lengths, dtype=np.uint16):
   """Write documents of these lengths; each id is 1 + its position in the file."""
   path = folder / "train.bin"
   (1 + np.arange(sum(lengths))).astype(dtype).tofile(path)
-  return Tokens(path, np.dtype(dtype), f"digest of {lengths}", np.array(lengths, np.int64))
+  file = TokenFile(path, np.dtype(dtype))
+  return Tokens.contiguous(file, f"digest of {lengths}", np.array(lengths, np.int64))
 
 
 def read(rows):

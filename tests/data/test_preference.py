@@ -13,7 +13,7 @@ from maxlite.data.loader import open_data
 from maxlite.data.packing import PackedPairs
 from maxlite.data.sources.chat import ChatEncoder, fixed_date
 from maxlite.data.sources.preference import preference_documents
-from maxlite.data.token_cache import LOSS_MASK_BIT, Tokens
+from maxlite.data.token_cache import LOSS_MASK_BIT, TokenFile, Tokens
 from maxlite.errors import UserError
 from maxlite.registry import TOKENIZERS
 
@@ -112,7 +112,7 @@ def test_a_row_has_the_two_documents_of_a_pair_one_after_the_other(tmp_path, pac
   # The ids of a document are its number.
   ids = np.repeat(np.arange(40, dtype=np.uint32), lengths) | LOSS_MASK_BIT
   ids.tofile(tmp_path / "ids.bin")
-  tokens = Tokens(tmp_path / "ids.bin", ids.dtype, "digest", lengths)
+  tokens = Tokens.contiguous(TokenFile(tmp_path / "ids.bin", ids.dtype), "digest", lengths)
   rows = PackedPairs(tokens, 32, order_seed=1, packing=packing)
   pairs = []
   for index in range(len(rows)):

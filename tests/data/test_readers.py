@@ -393,7 +393,7 @@ def test_a_table_whose_log_says_what_was_removed_is_refused(tmp_path, log, kind)
 def test_token_files_are_no_text(tmp_path, name, named):
   (tmp_path / name).write_bytes(b"text")
   entry = tmp_path / name if named else tmp_path / "**"
-  with pytest.raises(UserError, match="holds numbers, such as token ids") as error:
+  with pytest.raises(UserError, match="write dataset_type=tokens") as error:
     expand_paths([str(entry)], "", "dataset_path")
   assert "on_bad_row" not in str(error.value)
 

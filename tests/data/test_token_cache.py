@@ -46,7 +46,7 @@ def open_jsonl(folder, files, eval_files=(), **keys):
 
 def documents(split):
   """The texts of a split, whose documents have the tokens of begin and end."""
-  ids = np.fromfile(split.path, split.dtype)
+  ids = np.fromfile(split.file.path, split.file.dtype)
   texts = []
   end = 0
   for length in split.lengths:
@@ -133,12 +133,12 @@ def test_cache_is_reused_until_anything_changes(tmp_path, texts):
   cache = tmp_path / "cache"
   file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
-  written = first.train.path.stat().st_mtime_ns
-  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == written
-  assert open_jsonl(cache, [file], eval_fraction=0.5).train.path != first.train.path
+  written = first.train.file.path.stat().st_mtime_ns
+  assert open_jsonl(cache, [file]).train.file.path.stat().st_mtime_ns == written
+  assert open_jsonl(cache, [file], eval_fraction=0.5).train.file.path != first.train.file.path
   os.utime(file, ns=(1, 1))
   touched = open_jsonl(cache, [file])
-  assert touched.train.path != first.train.path
+  assert touched.train.file.path != first.train.file.path
   assert touched.train.digest == first.train.digest  # depends on the content only
   write_jsonl(file, [*texts[:-1], texts[-1].upper()])
   assert open_jsonl(cache, [file]).train.digest != first.train.digest
@@ -150,7 +150,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, texts, name, damage):
   cache = tmp_path / "cache"
   file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
-  broken = first.train.path.parent / name
+  broken = first.train.file.path.parent / name
   if damage == "cut":
     broken.write_bytes(broken.read_bytes()[:-3])
   else:
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path, texts, name, caplog):
   cache = tmp_path / "cache"
   file = write_jsonl(tmp_path / "a.jsonl", texts)
   first = open_jsonl(cache, [file])
-  broken = first.train.path.parent / name
+  broken = first.train.file.path.parent / name
   before = broken.stat()
   content = bytearray(broken.read_bytes())
   content[-1] ^= 1
@@ -186,7 +186,7 @@ def test_other_content_of_the_same_size_and_time_is_tokenized(tmp_path, texts, c
   write_jsonl(file, [text.upper() for text in texts])
   os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
   again = open_jsonl(cache, [file])
-  assert again.train.path == first.train.path
+  assert again.train.file.path == first.train.file.path
   assert all_documents(again) == sorted(map(str.upper, texts))
   assert "a.jsonl has changed" in caplog.text
 
@@ -202,13 +202,13 @@ def test_untouched_files_are_not_read_again(tmp_path, texts, monkeypatch):
 def test_a_cache_of_an_older_version_is_verified_and_used(tmp_path, texts):
   cache = tmp_path / "cache"
   file = write_jsonl(tmp_path / "a.jsonl", texts)
-  folder = open_jsonl(cache, [file]).train.path.parent
+  folder = open_jsonl(cache, [file]).train.file.path.parent
   (folder / "verified").unlink()
   meta = json.loads((folder / "meta.json").read_text())
   del meta["sources"]
   (folder / "meta.json").write_text(json.dumps(meta | {"dtype": "<u2", "sizes": {}}))
   written = (folder / "train.bin").stat().st_mtime_ns
-  assert open_jsonl(cache, [file]).train.path.stat().st_mtime_ns == written
+  assert open_jsonl(cache, [file]).train.file.path.stat().st_mtime_ns == written
   assert (folder / "verified").exists()
 
 
@@ -251,7 +251,7 @@ def test_a_kill_during_tokenization_leaves_no_complete_cache(tmp_path, texts):
   (cache / "renamed.partial").symlink_to(cache / "none")  # as if another process had renamed it
   long_ago = time.time() - 10 * token_cache._STALE_SECONDS
   os.utime(other, (long_ago, long_ago))
-  shutil.rmtree(data.train.path.parent)
+  shutil.rmtree(data.train.file.path.parent)
   open_jsonl(cache, [file])
   assert not other.exists()
 
@@ -271,7 +271,7 @@ def test_a_folder_is_locked_until_it_is_complete(tmp_path, texts, monkeypatch):
   monkeypatch.setattr(Path, "rename", lock_and_rename)
   data = open_jsonl(tmp_path / "cache", [write_jsonl(tmp_path / "a.jsonl", texts)])
   assert len(refused) == 1
-  assert ".lock" not in os.listdir(data.train.path.parent)
+  assert ".lock" not in os.listdir(data.train.file.path.parent)
 
 
 def test_a_concurrent_writer_is_harmless(tmp_path, texts):
@@ -311,4 +311,9 @@ def test_ids_above_16_bits_are_preserved(tmp_path):
     tokenizer=TextTokenizer(Wide()),
     cache_directory=tmp_path,
   )
-  assert np.fromfile(data.train.path, data.train.dtype).tolist() == [69_998, 66_097, 66_098, 69_999]
+  assert np.fromfile(data.train.file.path, data.train.file.dtype).tolist() == [
+    69_998,
+    66_097,
+    66_098,
+    69_999,
+  ]

@@ -59,8 +59,8 @@ class Contents(NamedTuple):
 
 def contents(data):
   """The contents of the training split, and of the held-out split."""
-  train = Contents(data.train.path.read_bytes(), data.train.lengths.tolist())
-  held_out = Contents(data.eval.path.read_bytes(), data.eval.lengths.tolist())
+  train = Contents(data.train.file.path.read_bytes(), data.train.lengths.tolist())
+  held_out = Contents(data.eval.file.path.read_bytes(), data.eval.lengths.tolist())
   return train, held_out
 
 
@@ -265,7 +265,7 @@ def test_pieces_give_the_ids_of_the_whole(tmp_path, monkeypatch, caplog, kind, f
   read = text_documents if format_ == "text" else jsonl_documents
   cfg = dataclasses.replace(CFG, dataset_type=format_, eval_fraction=0.0)
   data = open_tokens(cfg, read, [file], [], TextTokenizer(tokenizer), tmp_path / "cache")
-  ids = np.fromfile(data.train.path, data.train.dtype)
+  ids = np.fromfile(data.train.file.path, data.train.file.dtype)
   expected = tokenizer.encode(whole.encode())
   num_pieces = sum(1 for document in read(file, "text", 0, 1) for _ in document)
   assert num_pieces > 8

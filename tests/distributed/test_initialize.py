@@ -438,7 +438,7 @@ LOST = {
 
 @pytest.mark.parametrize("other", [False, slow(True)])
 @pytest.mark.parametrize(
-  ("act", "lost"), [("kill", 0), ("stop", 2), ("hang", 1), slow("fail", 0), ("refuse", 2)]
+  ("act", "lost"), [("kill", 0), ("stop", 2), ("hang", 1), slow("fail", 0), slow("refuse", 2)]
 )
 def test_if_one_is_lost_all_exit_with_one_line_that_names_it(act, lost, other):
   code, message = LOST[act]

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from support import trees
-from support.slow_cases import slow
+from support.slow_cases import fast_only, slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.registry import ENSEMBLE_STRATEGIES
@@ -65,7 +65,7 @@ def test_every_hyperparameter_of_every_member_survives_load_states(strategy):
   trees.assert_equal_leaves(loaded, state)
 
 
-@pytest.mark.parametrize("strategy", HERE)
+@pytest.mark.parametrize("strategy", fast_only(HERE, "fused"))
 def test_a_loaded_state_goes_on_with_the_hyperparameters_of_its_ensemble(strategy):
   """With the moments of the ensemble that saved it, and not with its hyperparameters."""
   batch = (ROWS[0], np.float32(0))

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support.slow_cases import slow
+from support.slow_cases import fast_only, slow
 from support.tiny import config_of
 
 from maxlite.data.batch import Batch
@@ -48,7 +48,7 @@ def model_of(name):
   return Decoder(cfg, Sharder(build_mesh(one, one, jax.devices()[:1])))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", fast_only(MODELS, "runs", "units"))
 def test_the_collection_is_that_which_the_routers_read(name):
   """In structure and shapes, without running the model."""
   model = model_of(name)

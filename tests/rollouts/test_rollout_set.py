@@ -28,7 +28,7 @@ def example():
     texts=["", "", "", ""],
     reward_NR=np.zeros((4, 0)),
     advantage_N=np.asarray([1.0, -1.0, 0.5, -0.5]),
-    log_prob_BT=np.full((2, 8), -0.25, np.float32),
+    log_prob_NC=np.full((4, 3), -0.25, np.float32),
     row={"reward": 1.0},
     seconds={},
   )
@@ -56,7 +56,7 @@ def test_tokens_targets_and_weights_are_those_of_the_rollouts():
 def test_truncated_completions_can_have_no_loss():
   batch = example().batch(SIZES, (2, 8), is_first=False, masks_truncated=True)
   np.testing.assert_array_equal(batch.weight_BT[0], [0, 0, 0, 0, 0, 1, 0, 0])
-  assert (batch.behaviour_BT == np.float32(-0.25)).all()
+  np.testing.assert_array_equal(batch.behaviour_BT[0], [1, *[-0.25] * 3, 1, *[-0.25] * 2, 1])
 
 
 def test_a_set_is_the_same_from_json():

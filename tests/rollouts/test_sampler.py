@@ -21,7 +21,7 @@ def prompts_file(tmp_path):
 @pytest.mark.parametrize(
   ("factor", "keys"),
   [
-    (1.0, {}),
+    pytest.param(1.0, {}, marks=slow),
     (1.2, {}),
     pytest.param(1.0, {"dtype": "bfloat16"}, marks=slow),
     pytest.param(1.2, {"decoder_block": "deepseek"}, marks=slow),
@@ -52,9 +52,10 @@ def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
     results.append(sampler.sample(jax.device_get(params), prompts, [0, 1]))
   one, sharded = results
   assert [each.ids for each in sharded.rollouts] == [each.ids for each in one.rollouts]
-  np.testing.assert_allclose(sharded.log_prob_BT, one.log_prob_BT, atol=1e-5)
+  np.testing.assert_allclose(sharded.log_prob_NC, one.log_prob_NC, atol=1e-5)
 
 
+@slow
 def test_unverified_tokens_are_the_engines_and_their_experts_the_trained_programs(prompts_file):
   sampler, params, prompts = open_sampler(
     prompts_file,

@@ -240,7 +240,7 @@ def one_step():
 @pytest.mark.parametrize(
   ("keys", "mesh", "num_micro"),
   [
-    (DENSE, "data=2 context=2 tensor=2", 2),
+    slow(DENSE, "data=2 context=2 tensor=2", 2),
     slow(MOE, "fsdp=2 context=2 tensor=2", 1),
     slow(MOE, "data=2 expert=2 context=2", 2),
     slow(MOE, "fsdp=8", 1),

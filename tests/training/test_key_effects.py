@@ -46,7 +46,7 @@ SCANNED = {"decoder_block": "mixtral", "base_num_decoder_layers": 2, "scan_layer
 @pytest.mark.parametrize(
   ("keys", "changed"),
   [
-    ({"decoder_block": "llama"}, {"attention_block_q": 5}),
+    slow({"decoder_block": "llama"}, {"attention_block_q": 5}),
     slow(SCANNED | {"scan_unroll": 1}, {"scan_unroll": 2, "attention_block_q": 5}),
   ],
 )

@@ -21,7 +21,9 @@ from maxlite.config import load_config
 from maxlite.runs.run import run_training
 assert run_training(load_config(sys.argv[1:])) == 0
 assert "maxlite.training.program" in sys.modules
-features = ("maxlite.phases", "maxlite.training.features.")
+features = ("maxlite.phases", "maxlite.training.features.", "maxlite.training.qk_clip")
+features += ("maxlite.layers.max_logits", "maxlite.optim.muon", "maxlite.step.spikes")
+features += ("maxlite.data.skipped_rows",)
 print(*[name for name in sys.modules if name.startswith(features)])
 """
 

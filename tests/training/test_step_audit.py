@@ -159,6 +159,7 @@ def test_a_device_that_is_always_wrong_is_found_by_another_one(program):
     take_step(trainer, 1)
 
 
+@pytest.mark.slow
 def test_with_audit_action_warn_training_goes_on(program, trainer, capsys):
   trainer.cfg = config_of(**KEYS, audit_action="warn")
   params = at_path(trainer.state.params, KERNEL, flip)

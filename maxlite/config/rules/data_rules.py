@@ -18,6 +18,7 @@ from maxlite.registry import SOURCES, TOKENIZERS, other_dataset_type
 from maxlite.storage.file_io import expand_glob
 from maxlite.storage.tokenizer_files import FOLDER, MAIN_FILES
 
+_SPLIT = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -25,8 +26,9 @@ def tokenizer(cfg: Config) -> Violations:
   """The rules on the tokenizer and its file."""
   data = cfg.data
   entry = TOKENIZERS.entry(data.tokenizer_type)
-  is_synthetic = SOURCES.entry(data.dataset_type).is_synthetic
-  if cfg.model.vocab_size < entry.min_vocab_size and not is_synthetic:
+  source = SOURCES.entry(data.dataset_type)
+  has_own_ids = source.is_synthetic or source.has_token_ids
+  if cfg.model.vocab_size < entry.min_vocab_size and not has_own_ids:
     yield Violation(
       ["vocab_size", "tokenizer_type"],
       f"{entry.units} need {entry.min_vocab_size} ids; write vocab_size={entry.min_vocab_size}",
@@ -120,6 +122,70 @@ def batches(cfg: Config) -> Violations:
     )
 
 
+def shards(cfg: Config) -> Violations:
+  """The rules on text that is tokenized during training."""
+  data = cfg.data
+  if not data.tokenization_shard_bytes:
+    return
+  source = SOURCES.entry(data.dataset_type)
+  if not (source.is_plain_text or source.has_text_column):
+    yield Violation(
+      ["tokenization_shard_bytes", "dataset_type"], "is of text; write tokenization_shard_bytes=0"
+    )
+  if data.dataset_mixture:
+    yield Violation(
+      ["tokenization_shard_bytes", "dataset_mixture"],
+      "is of one source; write tokenization_shard_bytes=0",
+    )
+  if data.eval_split == "tail" and data.eval_fraction and not data.eval_dataset_path:
+    yield Violation(
+      ["eval_split", "tokenization_shard_bytes"],
+      "the tail is not read first",
+      {"eval_split": "documents"},
+    )
+
+
+def megatron(cfg: Config) -> Violations:
+  """The rules on the order of Megatron-LM."""
+  data = cfg.data
+  if not data.megatron_order:
+    return
+  if not SOURCES.entry(data.dataset_type).has_token_ids and not data.dataset_mixture:
+    yield Violation(
+      ["megatron_order", "dataset_type"], "is of token files", {"dataset_type": "tokens"}
+    )
+  if not data.enable_data_shuffling:
+    yield Violation(
+      ["enable_data_shuffling", "megatron_order"], "shuffles; write enable_data_shuffling=true"
+    )
+  for key, value in {"data_sampling": "shuffle", "packing_strategy": "concatenate"}.items():
+    if flatten(data)[key] != value:
+      yield Violation([key, "megatron_order"], "Megatron-LM has no such rows", {key: value})
+  if not data.megatron_num_samples:
+    yield Violation(
+      ["megatron_num_samples", "megatron_order"],
+      "its order depends on it; write train_iters x global_batch_size of the job",
+    )
+  else:
+    num_skipped = sum(end - first for first, end in data.skip_rows)
+    most = (data.megatron_num_samples - num_skipped) // data.global_batch_size
+    if cfg.run.steps > most:
+      yield Violation(
+        ["megatron_num_samples", "steps"], f"the samples end before the steps; write steps={most}"
+      )
+  if not _SPLIT.fullmatch(data.megatron_split) or not float(data.megatron_split.split(",")[0]):
+    yield Violation(["megatron_split"], "is no list of up to three shares; write 969,30,1")
+
+
+def megatron_blend(cfg: Config) -> Violations:
+  """The rules on mixtures in the order of Megatron-LM."""
+  if not cfg.data.megatron_order:
+    return
+  for source in cfg.data.dataset_mixture:
+    for key in sorted({"from_step", "max_epochs"}.intersection(source)):
+      yield Violation(["dataset_mixture", "megatron_order"], f"Megatron-LM has no {key}; remove it")
+
+
 def schedules(cfg: Config) -> Violations:
   """The rules on the schedules of the batch size and of the sequence length."""
   data = cfg.data
@@ -150,6 +216,21 @@ def schedules(cfg: Config) -> Violations:
         ["sequence_length_schedule", "max_target_length"],
         f"{length} is not a divisor; write {divisor}",
       )
+
+
+def skipped_rows(cfg: Config) -> Violations:
+  """The rules on ranges of rows that are not trained on."""
+  ends = [0]
+  for first, end in cfg.data.skip_rows:
+    ends += [first, end]
+    if first >= end:
+      yield Violation(
+        ["skip_rows"], f"[{first}, {end}] has no rows; write [[{first}, {first + 1}]] for one"
+      )
+  if ends != sorted(ends):
+    yield Violation(
+      ["skip_rows"], "ranges must ascend from 0 and not overlap; write [[800, 816], [900, 908]]"
+    )
 
 
 def data_files(cfg: Config) -> Violations:
@@ -223,4 +304,14 @@ def _data_file(key: str, entry: str, dataset_type: str) -> Violations:
     yield Violation([key, "dataset_type"], f"{entry} is of another type", {"dataset_type": other})
 
 
-DATA_RULES = (tokenizer, chat, columns, batches, schedules)
+DATA_RULES = (
+  tokenizer,
+  chat,
+  columns,
+  batches,
+  shards,
+  megatron,
+  megatron_blend,
+  schedules,
+  skipped_rows,
+)

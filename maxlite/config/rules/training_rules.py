@@ -78,6 +78,10 @@ def parametrization(cfg: Config) -> Violations:
     yield Violation(
       ["opt_type", key], f"{optimizer.why_no_mup}; write opt_type=adamw, lion or muon"
     )
+  if optimizer.mup_updates == "muon" and cfg.optimizer.muon_split == "heads":
+    yield Violation(
+      ["muon_split", key], "mup has no rule for matrices of heads; write muon_split=parts"
+    )
   if model.family.scaled_embedding or model.family.zero_centred_norms:
     yield Violation(
       [key, "decoder_block"],
@@ -289,6 +293,28 @@ def deterministic_reductions(cfg: Config) -> Violations:
       )
 
 
+def qk_clip(cfg: Config) -> Violations:
+  """The rules of QK-clip, which scales weights so that logits are scaled alike."""
+  key = "qk_clip_threshold"
+  if not cfg.training.qk_clip_threshold:
+    return
+  if cfg.model.family.attention.qk_norm:
+    yield Violation(
+      [key, "decoder_block"],
+      f"its queries and keys are normalised, whatever the size of their weights; write {key}=0",
+    )
+  unsupported = {
+    "attn_logits_soft_cap": "the logits are bounded already",
+    "clip_qkv": "queries and keys are bounded after their weights",
+    "lora_rank": "logits follow weights and adapters together",
+    "phases": "a phase may not train the weights that are scaled",
+    "deterministic_reductions": "the same bits are not proven with it",
+  }
+  for name, reason in unsupported.items():
+    for changed in changed_keys(cfg, [name]):
+      yield Violation([changed, key], f"{reason}; write {key}=0, or {name}={show(DEFAULTS[name])}")
+
+
 def step_audit(cfg: Config) -> Violations:
   """The rules on audits of steps."""
   if not cfg.training.audit_period:
@@ -399,6 +425,7 @@ TRAINING_RULES = (
   multi_token_prediction,
   local_updates,
   deterministic_reductions,
+  qk_clip,
   step_audit,
   keys_of_teachers,
   teacher,

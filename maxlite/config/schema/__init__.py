@@ -25,6 +25,7 @@ from maxlite.config.schema.entry_point_config import (
   AuditConfig,
   ConvertConfig,
   GenerateConfig,
+  InspectConfig,
   PlanConfig,
   ServeConfig,
   TokenizerConfig,
@@ -80,6 +81,7 @@ class Config:
   audit: AuditConfig = AuditConfig()
   convert: ConvertConfig = ConvertConfig()
   tokenizer: TokenizerConfig = TokenizerConfig()
+  inspect: InspectConfig = InspectConfig()
 
 
 KEYS: dict[str, SchemaKey] = {key.name: key for key in walk(Config)}

@@ -32,7 +32,8 @@ class DataConfig:
     "Data source; `chat` reads conversations from JSON lines and trains on the assistant's answers "
     "(data/sources/chat.py); `preference` reads pairs of a chosen and a rejected answer for loss "
     "dpo (data/sources/preference.py); `prompts` reads what the model completes for loss grpo "
-    "(data/sources/prompts.py).",
+    "(data/sources/prompts.py); `tokens` reads token ids: .bin with or without the .idx of "
+    "Megatron-LM, and .npy (docs/data.md).",
     choices=SOURCES,
   )
   dataset_path: tuple[str, ...] = field(
@@ -70,6 +71,34 @@ class DataConfig:
     "dialog, role: speaker, content: text}; fields of docs/finetune.md, where role and content are "
     "of each message.",
   )
+  token_dtype: str = field(
+    "",
+    "Type of the ids in .bin files that do not state it; empty: uint16.",
+    choices=("", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+  )
+  document_end_id: int = field(
+    -1,
+    "Token that ends documents in files of token ids; -1: documents are those of the index, and in "
+    "files without one they end at the tokenizer's eos.",
+    low=-1,
+  )
+  megatron_order: bool = field(
+    False,
+    "Rows of dataset_type=tokens are the samples of Megatron-LM's GPTDataset, in its order, which "
+    "data_shuffle_seed and megatron_num_samples select (docs/data.md).",
+  )
+  megatron_num_samples: int = field(
+    0, "Samples that the job of Megatron-LM requests: train_iters x global_batch_size.", low=0
+  )
+  megatron_split: str = field(
+    "969,30,1",
+    "Shares of the sequences for training, evaluation and neither, as in Megatron-LM's --split; "
+    "with eval_dataset_path, all are trained on.",
+  )
+  reset_attention_mask: bool = field(
+    False, "Attention and positions of megatron_order do not cross document_end_id."
+  )
+  eod_mask_loss: bool = field(False, "Targets of document_end_id in megatron_order do not count.")
   tokenizer_type: str = model_field("byte", "Tokenizer.", choices=TOKENIZERS)
   tokenizer_path: str = model_field("", "tokenizer.json or SentencePiece model file.")
   chat_template_path: str = field(
@@ -92,6 +121,12 @@ class DataConfig:
   )
   token_cache_directory: str = machine_field(
     "", "Tokenized data; empty: base_output_directory/.tokens."
+  )
+  tokenization_shard_bytes: int = field(
+    0,
+    "Training starts when this many bytes of text are tokenized, and each shard of as many is "
+    "packed and shuffled by itself, one after the other; 0: all text is tokenized first.",
+    low=0,
   )
   max_target_length: int = field(256, "Sequence length in tokens.", low=1)
   max_prefill_predict_length: int = field(
@@ -119,6 +154,11 @@ class DataConfig:
     "shuffle",
     "Rows of an epoch: `shuffle` reads each once; `bootstrap` draws as many with replacement.",
     choices=ROW_ORDERS,
+  )
+  skip_rows: tuple[tuple[int, int], ...] = field(
+    (),
+    "Rows that are not trained on: [[800, 816]] are rows 800 to 815 of the training rows in their "
+    "order, from 0. Later rows take their places (docs/data.md).",
   )
   grain_worker_count: int = field(0, "Grain worker processes; 0: threads of this process.", low=0)
   grain_prefetch_buffer_size: int = field(16, "Batches prefetched.", low=1)

@@ -1,4 +1,4 @@
-"""Sections that a single entry point reads: generate, serve, plan, audit, convert."""
+"""Sections that a single entry point reads: generate, serve, plan, audit, convert, data."""
 
 import dataclasses
 
@@ -127,7 +127,7 @@ class AuditConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-  """What `maxlite.tokenizer` trains; also vocab_size and tokenizer_path."""
+  """What `maxlite.data train_tokenizer` trains; also vocab_size and tokenizer_path."""
 
   tokenizer_special_tokens: tuple[str, ...] = field(
     ("<|endoftext|>",), "Special tokens, such as those of a chat template; the first ids."
@@ -144,5 +144,19 @@ class ConvertConfig:
   output_path: str = machine_field(
     "",
     "Folder that to_hf or to_peft writes; name of the run that upcycle creates; file that "
-    "maxlite.rollout writes, by default samples.jsonl in the run's folder.",
+    "maxlite.rollout writes, by default samples.jsonl in the run's folder; folder that "
+    "maxlite.data export writes.",
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectConfig:
+  """The rows that `maxlite.data inspect` prints."""
+
+  inspect_split: str = field(
+    "train",
+    "`train`: rows in the order of the run; `eval`: held-out rows in the order of the files.",
+    choices=("train", "eval"),
+  )
+  inspect_first_row: int = field(0, "The first row.", low=0)
+  inspect_num_rows: int = field(4, "Their number.", low=1)

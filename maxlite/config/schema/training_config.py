@@ -40,6 +40,12 @@ class OptimizerConfig:
     0.1, "Decoupled weight decay of every optimizer, except on norms and biases.", low=0
   )
   muon_beta: float = field(0.95, "Momentum of Muon.", low=0, high=1)
+  muon_split: str = field(
+    "parts",
+    "What Muon takes for a matrix: every kernel (`none`); the `parts` of kernels that hold several "
+    "matrices, in latent attention; or in addition the `heads` of queries, keys and values.",
+    choices=("none", "parts", "heads"),
+  )
   gradient_clipping_threshold: float = field(1.0, "Maximum global gradient norm; 0: none.", low=0)
   pbt_hyperparameters: FrozenMapping = model_field(
     FrozenMapping(),
@@ -169,6 +175,23 @@ class TrainingConfig:
   )
   max_skipped_steps: int = field(
     10, "Consecutive steps with a non-finite loss or gradient before the run stops.", low=1
+  )
+  qk_clip_threshold: float = field(
+    0.0,
+    "Attention logits above which, after an update, the queries and keys of a head are scaled down "
+    "(QK-clip of MuonClip; 100 is usual). 0: none.",
+    low=0,
+  )
+  skip_step_on_spikes: bool = field(
+    False,
+    "Skip the update of a step whose loss or gradient norm is far above those of the latest steps: "
+    "parameters and optimizer stay as they are, and the schedule does not advance.",
+  )
+  skip_step_interval: int = field(
+    128, "Latest steps that are compared; half of them must be known.", low=4
+  )
+  skip_step_scaling_factor: float = field(
+    6.0, "Standard deviations above the mean from which on a step is a spike.", low=0
   )
 
 

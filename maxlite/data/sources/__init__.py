@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from maxlite.config.schema import DataConfig
+from maxlite.data.megatron_order import MegatronRows, split_places
 from maxlite.data.packing import (
+  ENDLESS,
   DocumentRows,
   DocumentWindows,
   PackedConversations,
@@ -29,13 +31,25 @@ from maxlite.data.sources.prompts import PromptRows, read_prompts
 from maxlite.data.sources.synthetic import SyntheticRows
 from maxlite.data.sources.tables import arrow_documents, parquet_documents
 from maxlite.data.sources.text import text_documents
+from maxlite.data.sources.token_files import (
+  Documents,
+  IdFile,
+  Unit,
+  documents_of,
+  hold_out,
+  open_id_file,
+  sample,
+  tokens_of,
+)
+from maxlite.data.sources.token_shards import ShardRows, TokenShards
 from maxlite.data.split import Reader
-from maxlite.data.token_cache import TokenizedData, Tokens, open_tokens
+from maxlite.data.token_cache import TokenizedData, Tokens, cache_key, open_tokens
 from maxlite.data.tokenize import DocumentTokenizer, TextTokenizer
 from maxlite.data.tokenizer import Tokenizer, open_tokenizer
 from maxlite.data.vocabulary_check import check_vocabulary
 from maxlite.errors import UserError
-from maxlite.registry import PACKING_STRATEGIES, SOURCES
+from maxlite.registry import PACKING_STRATEGIES, SOURCES, TOKENIZERS
+from maxlite.storage.object_store import is_remote
 
 _SYNTHETIC_TRAIN_ROWS = 1 << 20
 _SYNTHETIC_EVAL_ROWS = 1 << 10
@@ -69,7 +83,7 @@ class DataSource:
     text = f"{num_rows} x {row_length} tokens per step"
     if isinstance(self.train, PromptRows):
       text = f"{num_rows} prompts per step"
-    if not self.parts:
+    if not self.parts and len(self.train) < ENDLESS:
       text += f", {len(self.train) / num_rows:,.1f} steps per epoch"
     return text
 
@@ -115,9 +129,48 @@ def _text_source(
     cache_directory: where the tokenized data are.
   """
   tokenizer = _open_fitting_tokenizer(cfg, vocab_size)
+  if cfg.tokenization_shard_bytes:
+    return _sharded_source(read, suffix, cfg, tokenizer, cache_directory)
   text = TextTokenizer(tokenizer)
   read = functools.partial(read, reject=build_reject(cfg.on_bad_row, text.counts))
   data = _open_tokens(read, suffix, cfg, text, cache_directory)
+  return _packed_source(data, cfg, tokenizer.num_bytes_V)
+
+
+def _sharded_source(
+  read: Reader,
+  suffix: str,
+  cfg: DataConfig,
+  tokenizer: Tokenizer,
+  cache_directory: Path,
+) -> DataSource:
+  """Open text of which the first shard is tokenized; see `_text_source`."""
+  if is_remote(cache_directory):
+    raise UserError(
+      f"token_cache_directory={cache_directory} with tokenization_shard_bytes: name a folder that "
+      "all hosts share, or set tokenization_shard_bytes=0"
+    )
+  files, _ = expand_paths(cfg.dataset_path, suffix, "dataset_path")
+  eval_files, _ = expand_paths(cfg.eval_dataset_path, suffix, "eval_dataset_path")
+  key = cache_key(cfg, files, eval_files, TextTokenizer(tokenizer))
+  folder = Path(cache_directory) / f"{key}.shards-{cfg.tokenization_shard_bytes}"
+  shards = TokenShards(cfg, read, files, eval_files, folder)
+  shards.write_first()
+  first = dataclasses.replace(shards.open(0), files=f"read {count_suffixes([*files, *eval_files])}")
+  row_length = cfg.max_target_length
+  return _source(
+    first,
+    train=ShardRows(shards, cfg),
+    held_out=PackedDocuments(first.eval, row_length, None),
+    documents=DocumentWindows(first.eval, row_length),
+    num_bytes_V=tokenizer.num_bytes_V,
+    summary=f"the first shard of {cfg.tokenization_shard_bytes:,} bytes: "
+    f"{_summary(first, 'documents')}",
+  )
+
+
+def _packed_source(data: TokenizedData, cfg: DataConfig, num_bytes_V: np.ndarray) -> DataSource:
+  """Return the rows of documents that are packed by `packing_strategy`."""
   row_length = cfg.max_target_length
   packed_rows = PACKING_STRATEGIES[cfg.packing_strategy]
   train: PackedRows = packed_rows(data.train, row_length, _order_seed(cfg))
@@ -129,9 +182,125 @@ def _text_source(
     # Held-out rows do not depend on the strategy, so that losses are comparable.
     held_out=PackedDocuments(data.eval, row_length, None),
     documents=DocumentWindows(data.eval, row_length),
-    tokenizer=tokenizer,
+    num_bytes_V=num_bytes_V,
     summary=f"{summary}; {packing}",
   )
+
+
+def tokens_source(cfg: DataConfig, vocab_size: int, _cache_directory: Path) -> DataSource:
+  """Open files of token ids, which are read in place."""
+  paths, skipped = expand_paths(cfg.dataset_path, ".bin", "dataset_path", (".npy",))
+  eval_paths, eval_skipped = expand_paths(
+    cfg.eval_dataset_path, ".bin", "eval_dataset_path", (".npy",)
+  )
+  files = [open_id_file(path, cfg.token_dtype) for path in paths]
+  eval_files = [open_id_file(path, cfg.token_dtype) for path in eval_paths]
+  all_files = [*files, *eval_files]
+  digest, largest = sample(all_files)
+  tokenizer = _tokenizer_of(cfg, vocab_size, all_files, largest)
+  end_id = cfg.document_end_id
+  has_index = all(file.sequences is not None for file in all_files)
+  if end_id < 0 and (not has_index or cfg.reset_attention_mask or cfg.eod_mask_loss):
+    if tokenizer is None:
+      raise UserError(
+        f"the token that ends documents is unknown, since ids up to {largest} are not of "
+        f"tokenizer_type={cfg.tokenizer_type}: set document_end_id (50256 for GPT-2), or "
+        "tokenizer_path"
+      )
+    end_id = tokenizer.eos
+  train, held_out = _split_ids(cfg, files, eval_files, end_id)
+  report = f"read {count_suffixes([*paths, *eval_paths])}"
+  others = [file for file in [*skipped, *eval_skipped] if file.suffix != ".idx"]
+  if others:
+    report += f"; skipped {count_suffixes(others)}"
+  data = TokenizedData(
+    train=tokens_of(files, train, digest),
+    eval=tokens_of(eval_files or files, held_out, digest),
+    num_dropped=0,
+    counts={},
+    files=report,
+  )
+  num_bytes_V = np.zeros(vocab_size, np.int32) if tokenizer is None else tokenizer.num_bytes_V
+  if not cfg.megatron_order:
+    return _packed_source(data, cfg, num_bytes_V)
+  if len(files) > 1:
+    raise UserError(
+      f"dataset_path has {len(files)} files: with megatron_order=true name one, or blend them by "
+      "dataset_mixture with an entry for each"
+    )
+  row_length = cfg.max_target_length
+  return _source(
+    data,
+    train=MegatronRows(
+      data.train,
+      row_length,
+      cfg.data_shuffle_seed,
+      cfg.megatron_num_samples,
+      end_id=end_id,
+      reset_attention_mask=cfg.reset_attention_mask,
+      eod_mask_loss=cfg.eod_mask_loss,
+    ),
+    held_out=PackedDocuments(data.eval, row_length, None),
+    documents=DocumentWindows(data.eval, row_length),
+    num_bytes_V=num_bytes_V,
+    summary=f"{_summary(data, 'sequences')}; the order of Megatron-LM",
+  )
+
+
+def _tokenizer_of(
+  cfg: DataConfig, vocab_size: int, files: Sequence[IdFile], largest: int
+) -> Tokenizer | None:
+  """Return the tokenizer of ids up to `largest`; None if it is not known.
+
+  Raises:
+    UserError: the ids are not in the vocabulary, or not of the named tokenizer, or it has more ids
+      than a file can hold.
+  """
+  tokenizer = open_tokenizer(cfg)
+  if largest >= vocab_size:
+    raise UserError(
+      f"dataset_path has ids up to {largest} and the model vocab_size={vocab_size}: set vocab_size "
+      "above the largest id, or token_dtype to the type of the ids"
+    )
+  is_named = TOKENIZERS.entry(cfg.tokenizer_type).needs_file
+  for file in files:
+    num_ids = int(np.iinfo(file.dtype).max) + 1
+    needed = tokenizer.size if is_named else vocab_size
+    if num_ids < needed and (is_named or file.dtype.itemsize > 1):
+      name = "the tokenizer" if is_named else "the model"
+      raise UserError(
+        f"{file.path} has ids of type {file.dtype.name}, which overflow above {num_ids - 1}, and "
+        f"{name} has {needed}: write the file again with int32, or correct tokenizer_path, "
+        "vocab_size or token_dtype"
+      )
+  if is_named:
+    check_vocabulary(tokenizer, vocab_size)
+  if largest < tokenizer.size:
+    return tokenizer
+  if is_named:
+    raise UserError(
+      f"dataset_path has ids up to {largest} and the tokenizer has {tokenizer.size} ids: set "
+      "tokenizer_path to the tokenizer of the files"
+    )
+  return None
+
+
+def _split_ids(
+  cfg: DataConfig, files: Sequence[IdFile], eval_files: Sequence[IdFile], end_id: int
+) -> tuple[Documents, Documents]:
+  """Return the documents for training and those that are held out."""
+  unit: Unit = "documents" if cfg.document_end_id < 0 else "end tokens"
+  if cfg.megatron_order:
+    unit = "sequences"
+  documents = documents_of(files, end_id, unit)
+  if eval_files:
+    return documents, documents_of(eval_files, end_id, unit).without_empty()
+  if not cfg.megatron_order:
+    return hold_out(files, documents, cfg)
+  first, second = split_places(cfg.megatron_split, len(documents.length_N))
+  number_N = np.arange(len(documents.length_N))
+  held_out = documents.select((number_N >= first) & (number_N < second))
+  return documents.select(number_N < first), held_out.without_empty()
 
 
 def _describe_packing(cfg: DataConfig, rows: PackedRows, tokens: Tokens) -> str:
@@ -155,7 +324,7 @@ def chat_source(cfg: DataConfig, vocab_size: int, cache_directory: Path) -> Data
     train=PackedConversations(data.train, row_length, _order_seed(cfg), packing=cfg.packing),
     held_out=PackedConversations(data.eval, row_length, None, packing=cfg.packing),
     documents=PackedConversations(data.eval, row_length, None, packing=False),
-    tokenizer=tokenizer,
+    num_bytes_V=tokenizer.num_bytes_V,
     summary=_summary(data, "conversations"),
   )
 
@@ -268,7 +437,7 @@ def _source(
   train: RowSource,
   held_out: RowSource,
   documents: DocumentRows,
-  tokenizer: Tokenizer,
+  num_bytes_V: np.ndarray,
   summary: str,
 ) -> DataSource:
   """Return the source of tokenized data.
@@ -279,14 +448,14 @@ def _source(
     held_out: the documents of the other split, in the order of the files, so that runs are
       compared on the same rows.
     documents: the held-out documents one by one.
-    tokenizer: the tokenizer of `data`.
+    num_bytes_V: bytes of text of each id.
     summary: a description for the log.
   """
   has_eval = len(data.eval.lengths) > 0
   return DataSource(
     train=train,
     eval=held_out if has_eval else None,
-    num_bytes_V=tokenizer.num_bytes_V,
+    num_bytes_V=num_bytes_V,
     summary=summary,
     documents=documents if has_eval else None,
     files=data.files,

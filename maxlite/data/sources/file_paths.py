@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxlite.data.sources.compressed import inner_name
 from maxlite.errors import UserError
-from maxlite.registry import other_dataset_type
+from maxlite.registry import SOURCES, other_dataset_type
 from maxlite.storage.file_io import expand_glob, read_json_object
 from maxlite.storage.object_store import (
   HUB,
@@ -102,9 +102,10 @@ def _require_readable(file: DataFile, suffix: str, key: str) -> None:
   other = other_dataset_type(file.name, _dataset_type(suffix))
   if other:
     raise UserError(f"{key}: {file} is of another type: write dataset_type={other}")
-  if _TOKENIZED.fullmatch(file.suffix):
+  if file.suffix != suffix and _TOKENIZED.fullmatch(file.suffix):
     raise UserError(
-      f"{key}: {file} holds numbers, such as token ids, and no text: name the files of its text"
+      f"{key}: {file} holds numbers, such as token ids, and no text: name the files of its text, "
+      "or write dataset_type=tokens with a .bin or .npy file"
     )
   if not _COMPRESSED.fullmatch(file.suffix) or _is_read(file.name, suffix):
     return
@@ -117,7 +118,9 @@ def _require_readable(file: DataFile, suffix: str, key: str) -> None:
 
 
 def _dataset_type(suffix: str) -> str:
-  return suffix.removeprefix(".") or "text"
+  """Return the dataset_type whose files have a suffix; without one: text."""
+  named = [name for name, source in SOURCES.entries().items() if suffix in source.suffixes]
+  return next(iter(named), "text")
 
 
 def total_bytes(entries: Iterable[str]) -> int:

@@ -59,7 +59,7 @@ def visible(
   q_row_BT: jax.Array,
   q_segment_BT: jax.Array,
   kv_segment_BS: jax.Array,
-  window: int | None = None,
+  window: int | jax.Array | None = None,
 ) -> jax.Array:
   """[B, T, S] which keys each query attends; the queries are rows `q_row_BT` of the keys."""
   kv_row_11S = jnp.arange(kv_segment_BS.shape[1], dtype=jnp.int32)[None, None, :]

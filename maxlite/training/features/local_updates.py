@@ -30,8 +30,9 @@ from maxlite.training.spec import ObjectiveSpec
 AXIS = "ensemble"
 OUTER_SCOPE = "outer_step"  # Named scope of outer steps in compiled programs.
 _COUNTERS = ("skipped", "skipped_in_a_row")  # Metrics of the worst replica.
-_SUMS = ("num_tokens", "expert_load", "expert_dropped")  # Metrics that add up over replicas.
-_MAXIMA = ("expert_buffer_factor",)  # Metrics of the replica that needs most.
+# Metrics that add up over replicas.
+_SUMS = ("num_tokens", "skipped_spikes", "clipped_heads", "expert_load", "expert_dropped")
+_MAXIMA = ("expert_buffer_factor", "max_logits")  # Metrics of the replica that needs most.
 
 
 class LocalUpdates(struct.PyTreeNode):

@@ -79,6 +79,7 @@ class Normalized(nn.Module):
     return nn.Dense(1)(nn.tanh(x_BD))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_but_for_rounding_is_accepted():
   """Also by Adam, which makes updates of the size of the learning rate of it."""
   _, ensemble = padded([Normalized(3), Normalized(5)], optax.adam(1e-2))
@@ -116,7 +117,7 @@ class Constant(nn.Module):
     ([Means(3), Means(5)], OPTIMIZER, "padding changes the loss of m0 by .*: use fused"),
     ([Constant(3), Constant(5)], OPTIMIZER, "padding changes the gradient of m0 by .*: use fused"),
     slow([MLP((3,)), MLP((5,))], BY_MEAN, "padding changes the update of m0 by .*: use fused"),
-    ([MLP((3, 5)), MLP((5, 3))], OPTIMIZER, "no member is the largest along every axis"),
+    slow([MLP((3, 5)), MLP((5, 3))], OPTIMIZER, "no member is the largest along every axis"),
     ([MLP((3,)), MLP((3, 3))], OPTIMIZER, "the same parameters and optimizer function"),
   ],
 )
