@@ -1,5 +1,7 @@
 """Rematerialization: which activations the forward pass saves."""
 
+from typing import Any
+
 import jax
 from flax import linen as nn
 
@@ -48,7 +50,9 @@ def remat(layer: type[nn.Module], cfg: ModelConfig, sharder: Sharder) -> type[nn
     )
   else:
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-  return nn.remat(layer, policy=policy, prevent_cse=_prevent_cse(cfg, sharder))
+  # Passed on to jax.checkpoint, which also takes a tuple; Flax's type is older.
+  prevent_cse: Any = _prevent_cse(cfg, sharder)
+  return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)
 
 
 def _prevent_cse(cfg: ModelConfig, sharder: Sharder) -> bool | tuple[bool, ...]:

@@ -99,10 +99,11 @@ def _forward(
 
 
 def _backward(
-  _: NllOptions,
+  options: NllOptions,
   residuals: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
   cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None, None]:
+  del options
   dx_ND, dw_DV, like_x, like_w = residuals
   scale, _ = cotangents
   return (scale * dx_ND).astype(like_x.dtype), (scale * dw_DV).astype(like_w.dtype), None, None
