@@ -14,6 +14,7 @@ COMMANDS = {
   "maxlite.tokenizer": "the same as maxlite.data train_tokenizer",
   "maxlite.plan": "print memory, FLOPs and communication of a training step, without the hardware",
   "maxlite.audit": "compare the step of a config over meshes and other choices, in a tiny model",
+  "maxlite.compare": "say which run is better on held-out documents, or that it is chance",
   "maxlite.diff": "find where two runs that should be equal differ first",
   "maxlite.convert": "import and export Hugging Face folders and adapters; dense to experts",
   "maxlite.ensemble": "export members of an ensemble, and soups of them",

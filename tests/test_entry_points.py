@@ -111,8 +111,11 @@ def test_evaluate_uses_the_config_of_the_run(trained, other_config):
   last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
   names = ("eval_loss", "eval_bits_per_byte", "eval_tokens")
   figures = "  ".join(f"{name} {last[name]:.6g}" for name in names)
-  evaluation = maxlite("evaluate", other_config)
-  assert finish(evaluation) == (0, f"{folder} step 4  {figures}\n", "")
+  code, text, err = finish(maxlite("evaluate", other_config))
+  assert (code, err) == (0, "")
+  *of_data, losses = text.splitlines()
+  assert losses == f"{folder} step 4  {figures}"
+  assert all(line.startswith("data: ") for line in of_data)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ ROWS = (
   {"models"},
   {"optim", "data", "metrics", "checkpoint"},
   {"step"},
+  {"libraries"},
   {"phases"},
   {"training"},
   {"evaluation", "auditing"},

@@ -78,7 +78,9 @@ class Steps:
     self.used_axes = {name for each in self.program.parameters for name in each.names if name}
     if num_devices == 1:
       plain = self.program.sharder
-      sharder = _RecordingSharder(plain.mesh, plain.overrides, self.used_axes)
+      sharder = _RecordingSharder(
+        plain.mesh, plain.overrides, plain.gather_by_permutes, self.used_axes
+      )
       model = self.program.model.clone(sharder=sharder)
       self.program = dataclasses.replace(self.program, model=model)
     self.jaxprs: dict[str, Any] = {}  # by objective, what was traced

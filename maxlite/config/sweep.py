@@ -1,4 +1,4 @@
-"""The points of a sweep: every combination of a grid, or seeded random draws."""
+"""The points of a sweep: every combination of a grid, or seeded random draws, for every seed."""
 
 import itertools
 import math
@@ -11,7 +11,8 @@ from maxlite.config.values import Setting, find_key, parse, parse_entry
 from maxlite.errors import UserError
 
 Point = tuple[Setting, ...]  # what one member of the sweep sets
-_FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})
+_FORMS = ({"grid"}, {"draw", "num_members"}, {"draw", "num_members", "seed"})  # and `seeds`
+_SEED = "init_weights_seed"  # which `seeds` sets
 _RULES = "{log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}"
 _MAX_DRAWS = 100  # per member, before the rules count as having no further points
 
@@ -19,8 +20,9 @@ _MAX_DRAWS = 100  # per member, before the rules count as having no further poin
 def sweep_points(sweep: FrozenMapping) -> list[Point]:
   """The distinct points in order, the last key of a grid varying fastest; empty without a sweep.
 
-  A random value depends only on the seed, its key and its row. More members, or more keys, do not
-  change it, except that duplicate points are skipped.
+  With `seeds`, every point is there once per seed, and seeds vary fastest. A random value depends
+  only on the seed, its key and its row. More members, or more keys, do not change it, except that
+  duplicate points are skipped.
 
   Raises:
     UserError: the sweep is neither a grid nor a draw, or a value does not fit its key.
@@ -28,14 +30,35 @@ def sweep_points(sweep: FrozenMapping) -> list[Point]:
   if not sweep:
     return []
   source = sweep.located("sweep")
-  if set(sweep) not in _FORMS:
-    fix = "write {grid: {key: [values]}} or {draw: {key: rule}, num_members: 16, seed: 0}"
+  if set(sweep) - {"seeds"} not in _FORMS and set(sweep) != {"seeds"}:
+    fix = (
+      "write {grid: {key: [values]}}, {draw: {key: rule}, num_members: 16, seed: 0}, or one of "
+      "them with seeds: 4"
+    )
     raise UserError(f"{source}: has {', '.join(sweep)}, not a complete grid or draw; {fix}")
   parsed = parse_entry(SweepEntry, sweep, source)
+  points = _points_of_keys(sweep, parsed, source)
+  if "seeds" not in sweep:
+    return points
+  require_few_members(len(points) * parsed.seeds, source)
+  with_seeds: list[Point] = []
+  for point in points:
+    for setting in point:
+      if setting.name == _SEED:
+        raise setting.error("is also set by seeds; remove one of the two")
+    for seed in range(parsed.seeds):
+      with_seeds.append((*point, Setting(_SEED, str(seed), source)))
+  return with_seeds
+
+
+def _points_of_keys(sweep: FrozenMapping, parsed: SweepEntry, source: str) -> list[Point]:
+  """The points of a grid or a draw; one without settings if there is neither."""
   if "grid" in sweep:
     values = [_values(key) for key in _keys(parsed.grid, "grid", sweep)]
     require_few_members(math.prod(len(of_key) for of_key in values), source)
     return list(itertools.product(*values))
+  if "draw" not in sweep:
+    return [()]
   draws = [_draws(key, parsed.seed) for key in _keys(parsed.draw, "draw", sweep)]
   points: dict[Point, None] = {}
   for point in itertools.islice(zip(*draws, strict=True), _MAX_DRAWS * parsed.num_members):

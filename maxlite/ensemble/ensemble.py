@@ -1,15 +1,15 @@
-"""The Python API: any Linen modules, each with its optimizer and seed, trained together."""
+"""The Python API: models of any module library, each with its optimizer, trained together."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, SupportsIndex, TypedDict, Unpack
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +18,16 @@ from jax.typing import ArrayLike
 
 from maxlite.ensemble.engines.engine_base import EngineRequest, EnsembleEngine, Placement
 from maxlite.ensemble.engines.planner import Plan, choose
-from maxlite.ensemble.members.linen import build_programs, identity, settings_of
 from maxlite.ensemble.members.member import Loss, Member, MemberFactory, call_factory, call_model
+from maxlite.ensemble.members.model_programs import build_programs, settings_of
 from maxlite.ensemble.members.program import (
   MemberProgram,
-  MemberSetting,
   abstract_tree,
   variables_of,
 )
 from maxlite.errors import UserError
+from maxlite.libraries.identity import identity
+from maxlite.libraries.model import Setting
 from maxlite.metrics.waits import report_wait
 from maxlite.registry import ENSEMBLE_STRATEGIES
 from maxlite.sharding.pytree import PyTree
@@ -67,7 +68,7 @@ class Ensemble:
     members: Sequence[Member],
     loss: Loss,
     *,
-    predict: Callable[[nn.Module, PyTree], PyTree] = call_model,
+    predict: Callable[..., PyTree] = call_model,
     strategy: str = "auto",
     devices: Sequence[jax.Device] | None = None,
     own_batches: bool = False,
@@ -76,10 +77,14 @@ class Ensemble:
   ):
     """
     Args:
-      members: their modules, optimizers and seeds.
-      loss: a function of a bound module and a batch. It returns a scalar, or a scalar and a dict of
-        scalars to be logged, {name: scalar}.
-      predict: a function of a bound module and inputs. Its result is compared and combined.
+      members: their models, optimizers and seeds.
+      loss: a function of a model and a batch: of a bound Linen module, of the module of another
+        library, or of `apply` with its arrays. It returns a scalar, or a scalar and a dict of
+        scalars to be logged, {name: scalar}. If it has an argument `key`, it gets a random key, a
+        new one in every step; if it has an argument `state`, it gets the `equinox.nn.State` of the
+        member and returns (scalar, {name: scalar}, state).
+      predict: a function of a model and inputs. Its result is compared and combined. It may have an
+        argument `state` too.
       strategy: a name of ENSEMBLE_STRATEGIES, or `auto`.
       devices: the devices that the members may use; by default, those of this process.
       own_batches: whether `step` takes a batch per member, stacked along a first axis.
@@ -284,9 +289,10 @@ class Ensemble:
     for member in self.members:
       own = dict(settings_of(member))
       for name, value in [*member.hyperparameters.items(), ("seed", member.seed)]:
-        own[name] = MemberSetting(identity(value), str(value))
+        own[name] = Setting(identity(value), str(value))
       settings[member.name] = own
-    names = dict.fromkeys(name for own in settings.values() for name in own)
+    listed = dict.fromkeys(name for own in settings.values() for name in own)
+    names = [name for name in listed if "/" not in name]  # the shapes of arrays are too many
     differing = []
     for name in names:
       keys = {own[name].key if name in own else None for own in settings.values()}
@@ -319,13 +325,33 @@ class Ensemble:
       states = engine.unpack(state)
       return dict(zip(self.names, states, strict=True))
 
-  def member_params(self, state: PyTree, name: str) -> PyTree:
-    """The member's variables, in the form of its `module.init`."""
-    if name not in self.names:
-      raise UserError(f"no member {name!r}; there are {', '.join(self.names)}")
+  def member(self, state: PyTree, name: str) -> PyTree:
+    """The member's trained model, in the form in which it was given.
+
+    That is (module, variables) of Linen, an Equinox module (or one and its state), an NNX module,
+    or the tree of arrays that `apply` takes.
+    """
     with self._explain_errors(state) as engine:
-      z = self.names.index(name)
-      return variables_of(engine.take(state, z))
+      z = self._number(name)
+      own_model = engine.programs[z].own_model
+      assert own_model is not None
+      return own_model(variables_of(engine.take(state, z)))
+
+  def member_params(self, state: PyTree, name: str) -> PyTree:
+    """The member's variables, of a Linen module in the form of its `init`."""
+    with self._explain_errors(state) as engine:
+      return variables_of(engine.take(state, self._number(name)))
+
+  def _number(self, member: str | SupportsIndex) -> int:
+    """The position of a member, given its name or its position."""
+    if isinstance(member, str):
+      if member not in self.names:
+        raise UserError(f"no member {member!r}; there are {', '.join(self.names)}")
+      return self.names.index(member)
+    number = operator.index(member)
+    if not 0 <= number < len(self.names):
+      raise UserError(f"no member {number}; there are {len(self.names)}, from 0")
+    return number
 
   def abstract_states(self) -> dict[str, PyTree]:
     """Shapes and dtypes of `member_states`, for restoring a checkpoint of them."""
@@ -367,20 +393,40 @@ class Ensemble:
       copies = jax.device_put(own, may_alias=False)
       return engine.pack(copies)
 
-  def predict(self, state: PyTree, inputs: PyTree) -> Prediction:
+  def predict(
+    self,
+    state: PyTree,
+    inputs: PyTree,
+    *,
+    members: Sequence[str | SupportsIndex] | None = None,
+    own_inputs: bool = False,
+  ) -> Prediction:
     """The members' predictions, their mean and their standard deviation.
 
+    Args:
+      members: names or positions, also repeated ones, of the members that are asked; None: all.
+        Others compute nothing, where they are in groups; a program is compiled for every number of
+        members of a group that is asked, and not for every choice.
+      own_inputs: `inputs` has an entry per member that is asked, along a first axis.
+
     Raises:
-      UserError: the predictions of two members have different shapes.
+      UserError: there is no such member, or the predictions of two have different shapes.
     """
     with self._explain_errors(state) as engine:
-      values = engine.predict(state, inputs)
+      if members is None and not own_inputs:
+        asked = list(range(len(self.names)))
+        values = engine.predict(state, inputs)
+      else:
+        asked = [self._number(member) for member in (self.names if members is None else members)]
+        self._check_own_inputs(inputs, len(asked), own_inputs=own_inputs)
+        values = engine.predict_members(state, inputs, asked, own_inputs=own_inputs)
+    names = [self.names[z] for z in asked]
     first_shape = jax.tree.map(jnp.shape, values[0])
-    for name, value in zip(self.names, values, strict=True):
+    for name, value in zip(names, values, strict=True):
       shape = jax.tree.map(jnp.shape, value)
       if shape != first_shape:
         raise UserError(
-          f"the prediction of {self.names[0]} has shape {first_shape}, and that of {name} {shape}: "
+          f"the prediction of {names[0]} has shape {first_shape}, and that of {name} {shape}: "
           "give a predict whose result has one shape for all members"
         )
 
@@ -393,6 +439,19 @@ class Ensemble:
       members=members,
       disagreement=jax.tree.map(lambda leaf: jnp.std(leaf, axis=0), members),
     )
+
+  def _check_own_inputs(self, inputs: PyTree, num_asked: int, *, own_inputs: bool) -> None:
+    """Raise UserError if nobody is asked, or a leaf does not have an entry per member asked."""
+    if not num_asked:
+      raise UserError("predict: members=[] asks nobody; leave it out for all members")
+    if not own_inputs:
+      return
+    for leaf in jax.tree.leaves(inputs):
+      if jnp.shape(leaf)[:1] != (num_asked,):
+        raise UserError(
+          f"predict: own_inputs=True takes inputs per member, stacked: a leaf of shape "
+          f"{jnp.shape(leaf)} does not have a first axis of {num_asked}"
+        )
 
   def _check_batch(self, batch: PyTree) -> None:
     """Raise UserError if the batch has another structure, shape or dtype than that of `init`."""

@@ -60,8 +60,8 @@ class Attention(nn.Module):
     segment_BT = inputs.segment_BT
     rope = self._rope(inputs)
     q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
-    q_BTHC = self._clip(q_BTHC)
-    q_BTHC = scale_queries(apply_rope(q_BTHC, rope.cos_BTC, rope.sin_BTC), inputs.query_scale_BT)
+    q_BTHC = self._rotate(self._clip(q_BTHC), rope, "query")
+    q_BTHC = scale_queries(q_BTHC, inputs.query_scale_BT)
     window = self._window(inputs)
     if self.spec.reads:
       keys_values = inputs.keys_values[self.spec.reads]
@@ -103,7 +103,7 @@ class Attention(nn.Module):
       v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
     k_BTGC = self._clip(self._norm(projected_BTGC, "key"))
     v_BTGC = self._clip(v_BTGC)
-    k_BTGC = apply_rope(k_BTGC, rope.cos_BTC, rope.sin_BTC)
+    k_BTGC = self._rotate(k_BTGC, rope, "key")
     if self.spec.form.value_norm:
       v_BTGC = build_norm(self.cfg, "value_norm", has_scale=False)(v_BTGC)
     if cache.is_filled(self):
@@ -212,8 +212,26 @@ class Attention(nn.Module):
       use_bias=self.spec.form.qkv_bias,
       name=name,
     )
-    y_BTHC = checkpoint_name(linear(x_BTD), f"{name}_proj")
+    y_BTHC = linear(x_BTD)
+    if not self._saves_rotated or name not in ("query", "key"):
+      y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
+
+  def _rotate(self, x_BTHC: jax.Array, rope: RopeTables, name: str) -> jax.Array:
+    """Queries or keys with the rotary embedding."""
+    y_BTHC = apply_rope(x_BTHC, rope.cos_BTC, rope.sin_BTC)
+    if self._saves_rotated:
+      y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
+    return y_BTHC
+
+  @property
+  def _saves_rotated(self) -> bool:
+    """Whether rematerialization saves queries and keys as attention reads them.
+
+    The gradients of the rotary embedding do not need its input; those of norms and bounds do.
+    """
+    needs_input = self.spec.form.qk_norm or self.cfg.clip_qkv or self.spec.values_are_keys
+    return self.sharder.platform == "gpu" and not needs_input
 
   def _clip(self, x_BTHC: jax.Array) -> jax.Array:
     """Queries, keys or values, within cfg.clip_qkv if it is set."""

@@ -89,7 +89,8 @@ def _look_up_on_shards(
 
   def on_shard(table_vd: jax.Array, tokens_bt: jax.Array) -> jax.Array:
     table_vd, tokens_bt = pvary(table_vd, tokens_bt)
-    table_vD = gather_weight(table_vd, dtype, embed_axes, axis=1).astype(dtype)
+    by_permutes = sharder.gather_by_permutes
+    table_vD = gather_weight(table_vd, dtype, embed_axes, 1, by_permutes).astype(dtype)
     num_rows = table_vD.shape[0]
     row_bt = tokens_bt - num_rows * jax.lax.axis_index(vocab_axes)
     is_here_bt = (row_bt >= 0) & (row_bt < num_rows)

@@ -121,7 +121,7 @@ def multiply_gathered(
   policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
   on_shard = functools.partial(_gather_and_multiply, plan, multiply)
   sharded = jax.shard_map(
-    jax.checkpoint(on_shard, policy=policy),
+    jax.checkpoint(on_shard, policy=policy, prevent_cse=not plan.sharder.gather_by_permutes),
     mesh=plan.sharder.mesh,
     in_specs=(plan.x_spec, plan.kernel_spec),
     out_specs=plan.y_spec,
@@ -140,10 +140,12 @@ def _gather_and_multiply(
   # Before the barrier, so that the sum of x's gradient over shards comes after it: XLA:TPU adds the
   # gradients of layers with the same input before it sums them.
   x, kernel = pvary(x, kernel)
-  # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
-  x, kernel = jax.lax.optimization_barrier((x, kernel))
+  by_permutes = plan.sharder.gather_by_permutes
+  if not by_permutes:  # The permutes of a kernel may begin before x is computed.
+    # Also orders the gradients: the kernel's is scattered before the backward pass proceeds.
+    x, kernel = jax.lax.optimization_barrier((x, kernel))
   for axis, mesh_axes in enumerate(plan.gathered):
-    kernel = gather_weight(kernel, x.dtype, mesh_axes, axis)
+    kernel = gather_weight(kernel, x.dtype, mesh_axes, axis, by_permutes)
   kernel = checkpoint_name(kernel, _GATHERED)
   if not plan.summed:
     return multiply(x, kernel, plan.num_in)

@@ -55,9 +55,18 @@ def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
   return gated
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def checkpointed_activation(activation: Activation, up: tuple[jax.Array, ...]) -> jax.Array:
-  """activation(*up); the backward pass saves only the operands and recomputes the result."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def checkpointed_activation(
+  activation: Activation,
+  barrier: bool,
+  up: tuple[jax.Array, ...],
+) -> jax.Array:
+  """activation(*up); the backward pass saves only the operands and recomputes the result.
+
+  The barrier makes XLA recompute it, which is cheaper than writing it to memory in the forward
+  pass; without it, XLA would reuse that of the forward pass. It is not needed in a rematerialized
+  layer. There XLA:GPU computes result and gradients together if no barrier is between them.
+  """
   return _activate(activation, up)
 
 
@@ -67,6 +76,7 @@ def _activate(activation: Activation, up: tuple[jax.Array, ...]) -> jax.Array:
 
 def _activation_forward(
   activation: Activation,
+  barrier: bool,
   up: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   return _activate(activation, up), up
@@ -74,13 +84,13 @@ def _activation_forward(
 
 def _activation_backward(
   activation: Activation,
+  barrier: bool,
   up: tuple[jax.Array, ...],
   dh: jax.Array,
 ) -> tuple[tuple[jax.Array, ...]]:
-  # The barrier makes XLA recompute the activation, which is cheaper than writing it to memory in
-  # the forward pass; without it, XLA would reuse that of the forward pass.
-  activate = functools.partial(_activate, activation)
-  _, pull_back = jax.vjp(activate, jax.lax.optimization_barrier(up))
+  if barrier:
+    up = jax.lax.optimization_barrier(up)
+  _, pull_back = jax.vjp(functools.partial(_activate, activation), up)
   return pull_back(dh)
 
 
@@ -114,7 +124,9 @@ class MLP(nn.Module):
       )
       up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
       up.append(self.sharder.constrain(up_BTF, (*ROWS, "activation_mlp")))
-    h_BTF = checkpointed_activation(build_activation(activations, self.spec.limit), tuple(up))
+    activation = build_activation(activations, self.spec.limit)
+    barrier = self.sharder.platform != "gpu" or self.cfg.remat_policy == "none"
+    h_BTF = checkpointed_activation(activation, barrier, tuple(up))
     wo = self.linear(
       self.cfg,
       self.sharder,

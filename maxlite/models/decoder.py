@@ -31,6 +31,7 @@ from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
 
+LONGEST_UNROLLED = 32  # layers of a scan that a GPU's program unrolls
 Modules = nn.Module | list[nn.Module]  # Of a stack: one scanned module, or one for each unit.
 
 
@@ -83,7 +84,7 @@ class Decoder(nn.Module):
     module: type[nn.Module] = LayerUnit
     fields: dict[str, object] = {"specs": specs, "names": stack.unit}
     if not stack.unit:
-      module = remat(DecoderLayer, self.cfg)
+      module = remat(DecoderLayer, self.cfg, self.sharder)
       fields = {"spec": specs[0]}
     if self.cfg.scan_layers:
       module = self._scanned(module, stack.num_units)
@@ -97,19 +98,22 @@ class Decoder(nn.Module):
       split_rngs={"params": True, "jitter": True},
       in_axes=(SCAN_AXES,),
       length=length,
-      unroll=min(self._scan_unroll(), length),
+      unroll=min(self._scan_unroll(length), length),
       metadata_params={nn.PARTITION_NAME: "layers"},
       check_constancy_invariants=False,  # which would trace the layer a second time
     )
 
-  def _scan_unroll(self) -> int:
-    """Layers per iteration of the scan."""
+  def _scan_unroll(self, length: int) -> int:
+    """Layers per iteration of a scan over `length` layers."""
     if self.is_initializing():
       return 1  # Runs once: a loop compiles faster, and draws the same numbers.
     if self.cfg.scan_unroll:
       return self.cfg.scan_unroll
     if self.sharder.platform == "cpu":
       return 4
+    # A GPU's loop copies weights and saved activations out of stacks, and gradients into them.
+    if self.sharder.platform == "gpu" and length <= LONGEST_UNROLLED:
+      return length
     return 1
 
   def hidden(

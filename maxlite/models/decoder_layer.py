@@ -129,7 +129,9 @@ class LayerUnit(nn.Module):
     sums_by_layer = []
     keys_values: dict[str, KeysValues] = {}
     for i, (spec, name) in enumerate(zip(self.specs, self.names, strict=True)):
-      layer = remat(DecoderLayer, self.cfg)(self.cfg, self.sharder, spec, self.linear, name=name)
+      layer = remat(DecoderLayer, self.cfg, self.sharder)(
+        self.cfg, self.sharder, spec, self.linear, name=name
+      )
       x_BTD, outputs = layer(x_BTD, inputs.of_layer(i))
       if outputs.sums:
         sums_by_layer.append(outputs.sums)

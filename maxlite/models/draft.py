@@ -47,7 +47,7 @@ class DraftHeads(nn.Module):
       h_TJD = multiply(x_BTD.reshape(-1, dim), w_JDF)  # Tokens of all rows.
       h_BTJD = h_TJD.reshape(num_rows, num_positions, self.num_heads, dim)
     names = ("activation_batch", "activation_length", None, "activation_embed")
-    h_BTJD = checkpointed_activation(jax.nn.silu, (h_BTJD,))
+    h_BTJD = checkpointed_activation(jax.nn.silu, True, (h_BTJD,))
     h_BTJD = self.sharder.constrain(h_BTJD, names)
     return x_BTD[..., None, :] + h_BTJD
 

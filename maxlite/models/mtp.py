@@ -51,7 +51,7 @@ class MtpLayer(nn.Module):
     )
     # The layers are not scanned, whatever the model's are.
     unscanned = dataclasses.replace(cfg, scan_layers=False)
-    layer = remat(DecoderLayer, unscanned)
+    layer = remat(DecoderLayer, unscanned, self.sharder)
     self.layer = layer(cfg, self.sharder, mtp_layer_spec(cfg), self.linear)
     self.final_norm = build_norm(cfg)
 

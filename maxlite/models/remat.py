@@ -1,9 +1,12 @@
 """Rematerialization: which activations the forward pass saves."""
 
+from typing import Any
+
 import jax
 from flax import linen as nn
 
 from maxlite.config.schema import ModelConfig
+from maxlite.sharding import Sharder
 from maxlite.sharding.host_memory import HOST_MEMORY
 
 # Saved by remat_policy=minimal and offload. moe_route and moe_rows are not matmul outputs; moe_rows
@@ -16,6 +19,7 @@ MATMUL_OUTPUTS = (
   "value_proj",
   "attention_out",
   "out_proj",
+  "router_logits",
   "mlpwi",
   "mlpwo",
 )
@@ -32,7 +36,7 @@ def saved_by_remat(cfg: ModelConfig) -> tuple[str, ...] | None:
   return MATMUL_OUTPUTS
 
 
-def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
+def remat(layer: type[nn.Module], cfg: ModelConfig, sharder: Sharder) -> type[nn.Module]:
   """`layer` with rematerialization by cfg.remat_policy."""
   names = saved_by_remat(cfg)
   if names is None:
@@ -46,4 +50,20 @@ def remat(layer: type[nn.Module], cfg: ModelConfig) -> type[nn.Module]:
     )
   else:
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-  return nn.remat(layer, policy=policy, prevent_cse=not cfg.scan_layers)
+  # Passed on to jax.checkpoint, which also takes a tuple; Flax's type is older.
+  prevent_cse: Any = _prevent_cse(cfg, sharder)
+  return nn.remat(layer, policy=policy, prevent_cse=prevent_cse)
+
+
+def _prevent_cse(cfg: ModelConfig, sharder: Sharder) -> bool | tuple[bool, ...]:
+  """Whether XLA must not reuse the forward pass in the backward pass; or which inputs prevent it.
+
+  In a loop it cannot. GPUs unroll the scan. There, weights that no device gathers are excepted:
+  their casts to the type of activations are reused, and slices of stacked weights are not copied.
+  """
+  if cfg.scan_layers and sharder.platform != "gpu":
+    return False
+  if cfg.scan_layers and sharder.num_shards("embed") == 1:
+    variables, keys, x_BTD, inputs = False, False, True, False
+    return variables, keys, x_BTD, inputs
+  return True

@@ -4,6 +4,8 @@
     state = alternation.init(params)
     state, metrics = alternation.step(state, batch)
 
+Instead of parameters, `init` takes a model of Equinox or NNX; the losses then get the model.
+
 A frozen leaf gets no gradient, weight decay, share of the clipping norm or EMA update: it keeps its
 bits.
 """
@@ -23,6 +25,8 @@ from jax.sharding import NamedSharding
 
 from maxlite.config.schema import PHASE_STRATEGIES
 from maxlite.errors import UserError
+from maxlite.libraries.as_model import as_model, library_of
+from maxlite.libraries.model import Model
 from maxlite.metrics.waits import report_wait
 from maxlite.optim.labels import (
   Labels,
@@ -106,6 +110,7 @@ class Alternation:
     self._ema_decay = ema_decay
     self._max_skipped_steps = max_skipped_steps
     self._programs: PhasePrograms | None = None
+    self._model: Model | None = None  # None: the state has a tree of parameters
     self._labels: dict[str, Labels] = {}  # by phase, of the parameters that are compiled for
     self._paths: list[str] = []  # of these parameters
     # Metrics of the latest steps, and the count of steps in the state that the last one returned.
@@ -140,16 +145,23 @@ class Alternation:
     return self._schedule.timeline(num_steps)
 
   def untrained(self, params: PyTree) -> list[str]:
-    """Paths of the parameters that no phase trains."""
+    """Paths of the parameters, which may be a model's, that no phase trains."""
+    _, params, _ = _open_model(params, None, seed=0)
     return frozen_paths(*self._labels_of(params).values())
 
   def init(self, params: PyTree, collections: PyTree = None, seed: int = 0) -> TrainState:
     """Initialize the state from copies of `params`.
 
+    Args:
+      params: any tree of arrays; or a model: an Equinox module (or one and its state), an NNX
+        module, or a function of a random key (of `rngs`, for NNX) that makes one.
+      seed: of the random keys that losses get, and of a model that is made.
+
     Raises:
       UserError: a regex is invalid or matches no parameter.
     """
-    shapes = self.abstract_state(params, collections)
+    self._model, params, collections = _open_model(params, collections, seed)
+    shapes = self._abstract_state(params, collections)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     init = jax.jit(self._init, out_shardings=shardings)
     return init(params, collections, jnp.uint32(seed))
@@ -159,6 +171,21 @@ class Alternation:
 
     The state is on the mesh of `params`; an optimizer's slots are sharded like their parameters.
     """
+    self._model, params, collections = _open_model(params, collections, seed=0)
+    return self._abstract_state(params, collections)
+
+  def model(self, state: TrainState) -> PyTree:
+    """A copy of the trained model in the form that `init` got; of a tree, the parameters."""
+    _check_state(state)
+    params, collections = jax.tree.map(jnp.copy, (state.params, state.collections))
+    return self._own(params, collections)
+
+  def _own(self, params: PyTree, collections: PyTree) -> PyTree:
+    if self._model is None:
+      return params
+    return self._model.own({"params": params, **collections})
+
+  def _abstract_state(self, params: PyTree, collections: PyTree) -> TrainState:
     _check_arrays(params)
     shapes = jax.eval_shape(self._init, params, collections, jnp.uint32(0))
     specs = state_names(shapes, params, jax.tree.map(_spec, params))
@@ -233,7 +260,8 @@ class Alternation:
     Args:
       batches: an iterable of at least `num_steps` batches.
       state: of `init`, or from which to continue. It is donated.
-      eval_loss: (parameters, batch) -> scalar; `eval_loss` in a row is its mean over eval_batches.
+      eval_loss: (parameters or model, batch) -> scalar; `eval_loss` in a row is its mean over
+        eval_batches.
       options: `period` (steps between two rows, 100), `patience` and `report` (of lines). With a
         patience, training ends after so many evaluations without a lower held-out loss, and the
         state is that of the lowest.
@@ -246,11 +274,17 @@ class Alternation:
     if (eval_loss is None) != (not eval_batches):
       raise UserError("fit takes eval_loss and eval_batches together")
     kept: list[TrainState] = []
-    jitted = None if eval_loss is None else jax.jit(eval_loss)
+    model = self._model
+
+    @jax.jit
+    def evaluate_batch(params: PyTree, collections: PyTree, batch: PyTree) -> jax.Array:
+      assert eval_loss is not None
+      if model is None:
+        return eval_loss(params, batch)
+      return model.predict(eval_loss, {"params": params, **collections}, batch)
 
     def evaluate(state: TrainState) -> np.ndarray:
-      assert jitted is not None
-      losses = [jitted(state.params, batch) for batch in eval_batches]
+      losses = [evaluate_batch(state.params, state.collections, batch) for batch in eval_batches]
       return np.mean(jax.device_get(losses), axis=0)
 
     def keep(state: TrainState, _improved: np.ndarray) -> None:
@@ -295,11 +329,14 @@ class Alternation:
     return self._programs.phase(state)
 
   def ema_params(self, state: TrainState) -> PyTree:
-    """The parameters' moving averages; parameters that no phase trains are unchanged."""
+    """The parameters' moving averages; parameters that no phase trains are unchanged.
+
+    In the form that `model` returns.
+    """
     if self._ema_decay is None:
       raise UserError("there is no moving average: give Alternation an ema_decay")
     _check_state(state)
-    return averaged_params(state)
+    return self._own(averaged_params(state), state.collections)
 
   def _labels_of(self, params: PyTree) -> dict[str, Labels]:
     labels = labels_by_phase(params, {phase.name: phase.train for phase in self.phases})
@@ -340,11 +377,11 @@ class Alternation:
       return state.clock.taken_P[index] == 0
 
     if phase.update is not None:
-      step = build_update_step(phase, labels, ema_decay, skip)
+      step = build_update_step(phase, self._model, labels, ema_decay, skip)
     else:
       assert phase.optimizer is not None
       step = build_train_step(
-        build_gradients(PhaseLoss(phase), phase.accumulate),
+        build_gradients(PhaseLoss(phase, self._model), phase.accumulate),
         partitioned(phase.optimizer, labels),
         labels=labels,
         ema_decay=ema_decay,
@@ -396,6 +433,35 @@ def _check_state(state: object) -> None:
       "of init(params), or of the latest step"
     )
   check_not_donated(state)
+
+
+def _open_model(
+  params: PyTree, collections: PyTree, seed: int
+) -> tuple[Model | None, PyTree, PyTree]:
+  """(model, its parameters, its collections); a tree of parameters is returned as it is."""
+  if not _is_model(params):
+    return None, params, collections
+  if collections is not None:
+    raise UserError("collections are given with trees of parameters: a model has its own")
+  model = as_model(params, "the model of Alternation")
+  variables = model.given or model.draw(jax.random.key(seed))
+  others = {name: tree for name, tree in variables.items() if name != "params"}
+  return model, variables["params"], others
+
+
+def _is_model(params: PyTree) -> bool:
+  """Whether `params` is a model of a library, or makes one, and not a tree of arrays."""
+  library = library_of(params)
+  if library == "linen":
+    name = type(params).__name__
+    raise UserError(
+      f"init got the Linen module {name}: give its parameters, {name}(...).init(key, x)['params'], "
+      "and apply it in the losses"
+    )
+  if library == "equinox":
+    # Arrays only, such as a part of equinox.partition(model, equinox.is_array), are a tree.
+    return not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params))
+  return library == "nnx" or (callable(params) and jax.tree_util.all_leaves([params]))
 
 
 def _check_arrays(params: PyTree) -> None:

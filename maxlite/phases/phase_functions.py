@@ -1,14 +1,15 @@
 """Calls of the loss or the update of a phase, and checks of what they return."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxlite.errors import UserError
+from maxlite.libraries.as_model import library_of
+from maxlite.libraries.calls import Returned, extra_arguments, returned
+from maxlite.libraries.model import Model
 from maxlite.optim.labels import paths_in
 from maxlite.phases.phase import Phase
 from maxlite.sharding.pytree import PyTree, same_structure
@@ -22,19 +23,12 @@ _COLLECTIONS = (
 )
 
 
-class Returned(NamedTuple):
-  """What a loss or an update returned."""
-
-  value: PyTree  # The scalar of a loss, or the parameters of an update.
-  metrics: Mapping[str, jax.Array]
-  collections: PyTree
-
-
 @dataclasses.dataclass(frozen=True)
 class PhaseLoss(LossFunction):
   """The mean of a phase's loss over its micro-batches."""
 
   phase: Phase
+  model: Model | None  # which the loss gets; None: it gets the parameters
 
   def forward(
     self,
@@ -44,9 +38,9 @@ class PhaseLoss(LossFunction):
     key: jax.Array,
     extra: Mapping[str, PyTree],
   ) -> tuple[tuple[jax.Array, dict], PyTree]:
-    returned = _call_loss(self.phase, params, batch, key, collections)
-    metrics = {"loss": returned.value, **returned.metrics}
-    return (returned.value, jax.lax.stop_gradient(metrics)), returned.collections
+    result = _call_loss(self.phase, self.model, params, batch, key, collections)
+    metrics = {"loss": result.value, **result.metrics}
+    return (result.value, jax.lax.stop_gradient(metrics)), result.collections
 
   def combine(self, sums: tuple[jax.Array, dict]) -> tuple[jax.Array, dict]:
     return jax.tree.map(lambda x: x / self.phase.accumulate, sums)
@@ -67,6 +61,7 @@ def check_divides(phase: Phase, batch: PyTree) -> None:
 
 def _call_loss(
   phase: Phase,
+  model: Model | None,
   params: PyTree,
   batch: PyTree,
   key: jax.Array,
@@ -79,28 +74,29 @@ def _call_loss(
   """
   assert phase.loss is not None
   place = f"the loss of phase {phase.name}"
-  given = _extra_arguments(phase.loss, key, collections, place)
   try:
-    with explain_collections(place, _COLLECTIONS):
-      result = phase.loss(params, batch, **given)
+    result = _call(phase.loss, model, params, batch, key, collections, place, "scalar")
   except Exception as error:
-    if not isinstance(error, UserError) and _returns_scalar(phase.loss, batch, params, given):
+    if isinstance(error, UserError) or model is not None:
+      raise
+    arguments = _extra_arguments(phase.loss, key, collections, place)
+    if _returns_scalar(phase.loss, batch, params, arguments):
       raise UserError(
         f"{place} takes (batch, params); it is called as loss(params, batch)"
       ) from error
     raise
-  parts = (result,)
-  if isinstance(result, tuple):
-    parts = result
-  takes_collections = "collections" in given
-  returned = _returned(parts, "scalar", takes_collections, collections, place)
-  check_scalars({"loss": returned.value, **returned.metrics}, f"phase {phase.name}")
-  check_unreserved(returned.metrics, _STEP_METRICS, f"phase {phase.name}")
-  return returned
+  check_scalars({"loss": result.value, **result.metrics}, f"phase {phase.name}")
+  check_unreserved(result.metrics, _STEP_METRICS, f"phase {phase.name}")
+  return result
 
 
 def call_update(
-  phase: Phase, params: PyTree, batch: PyTree, key: jax.Array, collections: PyTree
+  phase: Phase,
+  model: Model | None,
+  params: PyTree,
+  batch: PyTree,
+  key: jax.Array,
+  collections: PyTree,
 ) -> Returned:
   """Call the update of a phase.
 
@@ -109,37 +105,55 @@ def call_update(
   """
   assert phase.update is not None
   place = f"the update of phase {phase.name}"
-  given = _extra_arguments(phase.update, key, collections, place)
+  word = "parameters" if model is None else "model"
+  result = _call(phase.update, model, params, batch, key, collections, place, word)
+  if model is not None:
+    if not library_of(result.value):
+      raise UserError(f"{place} must return the model, or (model, {{name: scalar}})")
+    result = result._replace(value=model.params_of(result.value))
+  _check_like(result.value, params, place)
+  check_scalars(result.metrics, f"phase {phase.name}")
+  check_unreserved(result.metrics, _STEP_METRICS, f"phase {phase.name}")
+  return result
+
+
+def _call(
+  function: Callable[..., PyTree],
+  model: Model | None,
+  params: PyTree,
+  batch: PyTree,
+  key: jax.Array,
+  collections: PyTree,
+  place: str,
+  value: str,
+) -> Returned:
+  """Call a loss or an update with the model, or, if there is none, with the tree of parameters."""
+  if model is not None:
+    variables = {"params": params, **collections}
+    return model.call(function, variables, batch, key, place, value)
+  arguments = _extra_arguments(function, key, collections, place)
   with explain_collections(place, _COLLECTIONS):
-    result = phase.update(params, batch, **given)
-  # Parameters may be a tuple too.
-  is_params = same_structure(result, params)
-  parts = (result,)
-  if isinstance(result, tuple) and not is_params:
-    parts = result
-  takes_collections = "collections" in given
-  returned = _returned(parts, "parameters", takes_collections, collections, place)
-  _check_like(returned.value, params, place)
-  check_scalars(returned.metrics, f"phase {phase.name}")
-  check_unreserved(returned.metrics, _STEP_METRICS, f"phase {phase.name}")
-  return returned
+    result = function(params, batch, **arguments)
+  return returned(
+    result,
+    place,
+    value=value,
+    params=params if value == "parameters" else None,
+    state_name="collections" if "collections" in arguments else "",
+    state=collections,
+  )
 
 
 def _extra_arguments(
   function: Callable[..., PyTree], key: jax.Array, collections: PyTree, place: str
 ) -> dict[str, PyTree]:
   """The arguments beside (params, batch) that `function` takes."""
-  takes = inspect.signature(function).parameters
-  given = {}
-  if "key" in takes:
-    given["key"] = key
-  if "collections" in takes:
-    if collections is None:
-      raise UserError(
-        f"{place} takes collections, and the state has none: give them to init(params, collections)"
-      )
-    given["collections"] = collections
-  return given
+  arguments = extra_arguments(function, {"key": key, "collections": collections})
+  if "collections" in arguments and collections is None:
+    raise UserError(
+      f"{place} takes collections, and the state has none: give them to init(params, collections)"
+    )
+  return arguments
 
 
 def _returns_scalar(
@@ -154,52 +168,6 @@ def _returns_scalar(
   except Exception:  # of any kind: the loss is not written for these arguments
     return False
   return True
-
-
-def _returned(
-  parts: tuple[PyTree, ...],
-  value: str,
-  takes_collections: bool,
-  collections: PyTree,
-  place: str,
-) -> Returned:
-  """Name the 1 to 3 values that a function returned.
-
-  Args:
-    value: the word for the first of them, for messages.
-    collections: those that the function was given.
-  """
-  _check_count(len(parts), value, takes_collections, place)
-  metrics: PyTree = {}
-  if len(parts) > 1:
-    metrics = parts[1]
-  if not isinstance(metrics, Mapping):
-    raise UserError(
-      f"{place} returns a {type(metrics).__name__} as its second value, not a dict of metrics: "
-      f"return ({value}, {{name: scalar}})"
-    )
-  updated = collections
-  if len(parts) > 2:
-    updated = parts[2]
-  changed = set(paths_in(updated)) ^ set(paths_in(collections))
-  if changed:
-    raise UserError(
-      f"{place} must return the collections that it gets; they differ in "
-      f"{', '.join(sorted(changed)[:3])}"
-    )
-  return Returned(parts[0], metrics, updated)
-
-
-def _check_count(num_values: int, value: str, takes_collections: bool, place: str) -> None:
-  """Raise UserError if a function returned too few or too many values."""
-  if takes_collections:
-    is_valid = num_values == 3
-    form = f"{value}, {{name: scalar}}, collections"
-  else:
-    is_valid = 1 <= num_values <= 3
-    form = value
-  if not is_valid:
-    raise UserError(f"{place} returns {num_values} values, not ({form})")
 
 
 def _check_like(updated: PyTree, params: PyTree, place: str) -> None:

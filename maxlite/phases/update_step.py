@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from maxlite.libraries.model import Model
 from maxlite.optim.labels import Labels, merge, split
 from maxlite.phases.phase import Phase
 from maxlite.phases.phase_functions import call_update
@@ -19,14 +20,16 @@ from maxlite.step.train_step import (
 )
 
 
-def build_update_step(phase: Phase, labels: Labels, ema_decay: float, skip: SkipRule) -> Step:
+def build_update_step(
+  phase: Phase, model: Model | None, labels: Labels, ema_decay: float, skip: SkipRule
+) -> Step:
   """Build the step that replaces the parameters of `phase` by the result of its update.
 
   Values that are not finite are not taken; the step then counts as skipped.
   """
 
   def step(state: TrainState, batch: PyTree) -> StepResult:
-    returned = call_update(phase, state.params, batch, step_key(state), state.collections)
+    returned = call_update(phase, model, state.params, batch, step_key(state), state.collections)
     old, frozen = split(state.params, labels)
     new, _ = split(returned.value, labels)
     metrics = dict(returned.metrics)

@@ -180,6 +180,9 @@ def _bytes_used(module: Module, fused: Computation, value: Instruction) -> list[
     is_sliced = user.operands[0] is value
     if user.opcode in _VIEWS:
       used += _bytes_used(module, fused, user)
+    elif user.opcode == "convert":  # computed only for what its users read
+      share = value.num_bytes / (user.num_bytes or 1)
+      used += [share * num_bytes for num_bytes in _bytes_used(module, fused, user)]
     elif user.opcode == "fusion":
       used += _bytes_used_by_fusion(module, fused, value, user)
     elif is_sliced and user.opcode in _SLICES:

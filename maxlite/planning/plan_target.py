@@ -49,7 +49,7 @@ def build_target(cfg: Config, *, compiles: bool) -> PlanTarget:
   topology = parse_topology(cfg.plan.compile_topology, cfg.plan.compile_topology_num_slices)
   missing = ""
   if compiles:
-    missing = topology.missing(cfg.plan.gpu_target_config)
+    missing = topology.missing()
   if compiles and not missing:
     return _target_to_compile_for(cfg, topology)
   return _target_of_cpu_devices(cfg, topology, missing)

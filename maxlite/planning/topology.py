@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from maxlite.errors import UserError
+from maxlite.planning.gpu_target import target_config_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,11 @@ KINDS: dict[str, AcceleratorKind] = {
   "v5e": AcceleratorKind("TPU v5 lite", "tpu", grid=2, largest=256),
   "v6e": AcceleratorKind("TPU v6 lite", "tpu", grid=2, largest=256),
   "tpu7x": AcceleratorKind("TPU7x", "tpu", counted=2, devices=2, largest=9216),
+  "a100": AcceleratorKind("NVIDIA A100-SXM4-80GB", "cuda"),
   "h100": AcceleratorKind("NVIDIA H100 80GB HBM3", "cuda"),
   "h200": AcceleratorKind("NVIDIA H200", "cuda"),
+  "b200": AcceleratorKind("NVIDIA B200", "cuda"),
+  "gb200": AcceleratorKind("NVIDIA GB200", "cuda", largest=72),
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "tpu7": "tpu7x"}
 
@@ -84,18 +88,12 @@ class Topology:
       return (1,) * self.kind.grid
     return _grids(self.chips, self.kind.grid)[0]
 
-  def missing(self, target_config: str) -> str:
-    """A requirement for compilation that is not met, or "".
-
-    Args:
-      target_config: as for `request`.
-    """
+  def missing(self) -> str:
+    """A requirement for compilation that is not met, or ""."""
     if self.kind.platform == "tpu":
       if importlib.util.find_spec("libtpu") is None:
         return "libtpu (pip install 'maxlite[tpu]')"
       return ""
-    if not target_config:
-      return "gpu_target_config=FILE"
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
       return "the CUDA plugin (pip install 'maxlite[cuda]')"
     return ""
@@ -104,7 +102,8 @@ class Topology:
     """The arguments of `jax.experimental.topologies.get_topology_desc`.
 
     Args:
-      target_config: path of a GpuTargetConfigProto in text format, for GPUs.
+      target_config: path of a GpuTargetConfigProto in text format, for GPUs; "": its figures in
+        gpu_target.py.
 
     Raises:
       UserError: that file cannot be read.
@@ -126,13 +125,16 @@ class Topology:
     return request
 
   def _gpu_request(self, target_config: str) -> TopologyRequest:
-    path = Path(target_config).expanduser()
-    if not path.is_file():
-      raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
+    text = target_config_of(self.kind.device_kind)
+    if target_config:
+      path = Path(target_config).expanduser()
+      if not path.is_file():
+        raise UserError(f"gpu_target_config={target_config}: no such file; name an existing one")
+      text = path.read_text()
     return {
       "platform": "cuda",
       "topology": f"{self.num_slices}x1x{self.chips}",
-      "target_config": path.read_text(),
+      "target_config": text,
     }
 
 

@@ -57,7 +57,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 class Sharder:
   """Maps logical axis names to shardings on one mesh; passed explicitly, never global.
 
-  `overrides` replaces rows of `DEFAULT_RULES`.
+  `overrides` replaces rows of `DEFAULT_RULES`. `gather_by_permutes` is the config's key.
 
   Raises:
     UserError: an override names an unknown logical axis or mesh axis.
@@ -65,6 +65,7 @@ class Sharder:
 
   mesh: Mesh
   overrides: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+  gather_by_permutes: bool = False
 
   def __post_init__(self) -> None:
     for name, mesh_axes in self.overrides.items():
@@ -106,7 +107,7 @@ class Sharder:
     rules = {}
     for name in DEFAULT_RULES:
       rules[name] = [axis for axis in self._rule(name) if axis not in mesh_axes]
-    return Sharder(mesh, rules)
+    return Sharder(mesh, rules, self.gather_by_permutes)
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard a logical axis; none for None."""

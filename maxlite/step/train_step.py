@@ -58,6 +58,10 @@ class SkipRule:
   grad_norm: bool = True
   # Whether a skipped step leaves the optimizer state unchanged.
   keep_opt_state: bool = True
+  # Whether a skipped update is computed and not selected, instead of a branch that is not taken. On
+  # GPUs one pass per parameter then reads gradient and state, and writes both; the operands of a
+  # branch are written first. XLA:CPU would copy the old state.
+  selects: bool = False
   # The number of consecutive skipped steps after which nothing is updated; None: no such number.
   freeze_after: int | None = None
   # Which steps are spikes, whose update is skipped too, if `grad_norm`; None: no step is one.
@@ -293,7 +297,8 @@ def _update(
     return trained, opt_state
 
   if skip is not None and skip.keep_opt_state:
-    # A branch needs no copy of the old state, which a selection after the update would.
+    if skip.selects:
+      return select(skip, finite, apply(opt_state, trained), (trained, opt_state))
     return jax.lax.cond(finite, apply, keep, opt_state, trained)
   updated, opt_state = apply(opt_state, trained)
   return select(skip, finite, updated, trained), opt_state

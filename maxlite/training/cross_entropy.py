@@ -16,6 +16,7 @@ from maxlite.layers.linear import matmul
 from maxlite.sharding import Sharder
 from maxlite.sharding.collectives import gather_weight, pmax, psum, pvary
 from maxlite.sharding.pytree import PyTree
+from maxlite.training.one_pass_nll import NllOptions, nll_sums
 
 _ROW_NAMES = ("activation_batch", "activation_length")  # Logical axes of [B, T].
 
@@ -78,6 +79,8 @@ def cross_entropy_sums(
   chunk_tokens: int,
   sharder: Sharder,
   soft_cap: float = 0.0,
+  *,
+  one_pass: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Weighted sums of -log p(target) [nats] and of the squared log-partition, in float32.
 
@@ -88,6 +91,8 @@ def cross_entropy_sums(
     weight: the weight of each target.
     chunk_tokens: tokens per device with logits in memory at once.
     soft_cap: of the logits; 0: none.
+    one_pass: whether gradients are computed with the sums, which saves the second computation of
+      the logits; only the first sum has a gradient then.
   """
   return _token_sums(
     _cross_entropy,
@@ -96,6 +101,7 @@ def cross_entropy_sums(
     unembeddings=(Unembedding(w_DV, soft_cap),),
     chunk_tokens=chunk_tokens,
     sharder=sharder,
+    one_pass=one_pass,
   )
 
 
@@ -218,7 +224,7 @@ def token_values(
 
   def local(x_btD: jax.Array, rows: Arrays, w_dv: jax.Array) -> Arrays:
     states, weights = jax.lax.optimization_barrier(((x_btD,), (w_dv,)))
-    states, weights = _gather_weights(states, weights, embed_axes)
+    states, weights = _gather_weights(states, weights, embed_axes, sharder.gather_by_permutes)
     heads = _local_heads(weights, unembeddings, vocab_axes)
     values = _chunked_values(chunk, states, rows, heads, chunk_tokens)
     return _before_gradients(tuple(value.reshape(x_btD.shape[:2]) for value in values))
@@ -286,8 +292,9 @@ def _token_sums(
   unembeddings: tuple[Unembedding, ...],
   chunk_tokens: int,
   sharder: Sharder,
+  one_pass: bool = False,
 ) -> PyTree:
-  """Sums of `chunk` over all tokens.
+  """Sums of `chunk` over all tokens, or with `one_pass` those of `nll_sums`.
 
   Every shard processes its tokens in chunks and recomputes a chunk's logits in the backward pass,
   so at most `chunk_tokens` x V / (shards of V) logits exist at once. V is sharded over the mesh
@@ -304,12 +311,23 @@ def _token_sums(
   chunk_length = max(chunk_tokens // logits_per_token, 1)
 
   def local(states: Arrays, rows: Arrays, weights: Arrays) -> PyTree:
-    # The barrier also orders gradients: w's is scattered before the backward pass continues.
-    states, weights = jax.lax.optimization_barrier((states, weights))
-    states, weights = _gather_weights(states, weights, embed_axes)
-    heads = _local_heads(weights, unembeddings, vocab_axes)
-    sums = _chunked_sums(chunk, states, rows, heads, chunk_length)
+    if not one_pass:
+      # The barrier also orders gradients: w's is scattered before the backward pass continues.
+      states, weights = jax.lax.optimization_barrier((states, weights))
+    states, weights = _gather_weights(states, weights, embed_axes, sharder.gather_by_permutes)
+    if one_pass:
+      sums = one_pass_sums(states, rows, weights)
+    else:
+      heads = _local_heads(weights, unembeddings, vocab_axes)
+      sums = _chunked_sums(chunk, states, rows, heads, chunk_length)
     return _before_gradients(psum(sums, row_axes))
+
+  def one_pass_sums(states: Arrays, rows: Arrays, weights: Arrays) -> Arrays:
+    (x,), (targets, weight), (w_DV,) = states, rows, weights
+    options = NllOptions(vocab_axes, unembeddings[0].soft_cap, chunk_tokens)
+    return nll_sums(
+      x.reshape(-1, x.shape[-1]), w_DV, targets.reshape(-1), weight.reshape(-1), options
+    )
 
   def spec_by_row(x: jax.Array) -> jax.P:
     return sharder.spec((*_ROW_NAMES, *(None,) * (x.ndim - 2)))
@@ -326,7 +344,7 @@ def _token_sums(
 
 
 def _gather_weights(
-  states: Arrays, weights: Arrays, embed_axes: tuple[str, ...]
+  states: Arrays, weights: Arrays, embed_axes: tuple[str, ...], by_permutes: bool
 ) -> tuple[Arrays, Arrays]:
   """The states, and the weights with all their rows, as arrays that vary over the same axes."""
   # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
@@ -334,7 +352,7 @@ def _gather_weights(
   states = varied[: len(states)]
   gathered = []
   for x, w_dv in zip(states, varied[len(states) :], strict=False):
-    gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0))
+    gathered.append(gather_weight(w_dv, x.dtype, embed_axes, 0, by_permutes))
   return states, tuple(gathered)
 
 

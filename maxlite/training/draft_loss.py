@@ -47,6 +47,7 @@ def next_token_and_draft(
     cfg.logits_chunk_tokens,
     sharder,
     hidden.soft_cap,
+    one_pass=sharder.platform == "gpu",
   )
   sums = next_token(hidden, batch, cfg, sharder)
   return sums.replace(draft=DraftSums(jnp.sum(weight_BTJ), draft_nll))

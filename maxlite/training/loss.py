@@ -204,6 +204,7 @@ def next_token(hidden: Hidden, batch: DeviceBatch, cfg: TrainingConfig, sharder:
     cfg.logits_chunk_tokens,
     sharder,
     hidden.soft_cap,
+    one_pass=sharder.platform == "gpu" and not cfg.z_loss_multiplier,
   )
   return Sums(jnp.sum(batch.weight_BT), nll, logits_z, hidden.layers)
 

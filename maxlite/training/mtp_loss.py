@@ -59,6 +59,7 @@ def mtp_sums(
       cfg.logits_chunk_tokens,
       sharder,
       soft_cap,
+      one_pass=sharder.platform == "gpu",
     )
     nll_by_layer.append(nll)
   return MtpSums(mtp_weights(batch, num_layers), jnp.stack(nll_by_layer))

@@ -103,7 +103,7 @@ def build_program(
   """
   # The mesh, and the table from logical axes to its axes.
   mesh = build_mesh(mesh_degrees(spec.mesh, "ici"), mesh_degrees(spec.mesh, "dcn"), devices)
-  sharder = Sharder(mesh, dict(spec.mesh.logical_axis_rules))
+  sharder = Sharder(mesh, dict(spec.mesh.logical_axis_rules), spec.mesh.gather_by_permutes)
 
   # The shapes of the parameters, their logical names, and what each objective trains.
   boxed = _abstract_params(spec, sharder)
@@ -335,7 +335,11 @@ def build_objective_parts(
     learning_rate=lambda state: learning_rate(objective.spec.optimizer, state.opt_state),
     ema_decay=training.ema_decay,
     post_update=post_update,
-    skip=SkipRule(freeze_after=freeze_after, spikes=spikes),
+    skip=SkipRule(
+      freeze_after=freeze_after,
+      spikes=spikes,
+      selects=program.sharder.platform == "gpu",
+    ),
     check_zero=check_zero,
   )
 

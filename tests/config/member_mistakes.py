@@ -41,6 +41,12 @@ MEMBER_MISTAKES = {
   ("sweep=grid",): ("sweep=grid", "a mapping {key: value}", "sweep={key: value}"),
   ("sweep={gird: {head_dim: [8]}}",): ("sweep: has gird", "{grid: {key: [values]}}"),
   ("sweep={draw: {head_dim: {choice: [8]}}}",): ("sweep: has draw", "num_members: 16"),
+  ("sweep={seeds: 0}",): ("seeds=0", "below 1"),
+  ("sweep={seeds: 2, num_members: 3}",): ("sweep: has seeds, num_members", "with seeds: 4"),
+  ("sweep={grid: {init_weights_seed: [0, 1]}, seeds: 2}",): (
+    "sweep.grid: init_weights_seed=0",
+    "is also set by seeds; remove one",
+  ),
   ("sweep={grid: {}}",): ("sweep: grid={}", "has no keys"),
   ("sweep={grid: {steps: [1, 2]}}",): ("sweep.grid: steps=1", "is shared"),
   ("sweep={grid: {stepz: [1, 2]}}",): ("sweep.grid: stepz=[1, 2]", "steps?"),

@@ -67,6 +67,24 @@ def test_grid_is_every_combination_in_order():
   ]
 
 
+def test_seeds_of_a_sweep_vary_fastest():
+  sweep = "sweep={grid: {learning_rate: [1e-3, 3e-4]}, seeds: 2}"
+  assert overrides_of(sweep) == [
+    {"learning_rate": 1e-3, "init_weights_seed": 0},
+    {"learning_rate": 1e-3, "init_weights_seed": 1},
+    {"learning_rate": 3e-4, "init_weights_seed": 0},
+    {"learning_rate": 3e-4, "init_weights_seed": 1},
+  ]
+  assert overrides_of("sweep={seeds: 2}") == [{"init_weights_seed": 0}, {"init_weights_seed": 1}]
+  drawn = "draw: {learning_rate: {uniform: [0.1, 1]}}, num_members: 2"
+  rates = [own["learning_rate"] for own in overrides_of(f"sweep={{{drawn}, seeds: 2}}")]
+  assert (
+    rates[::2]
+    == rates[1::2]
+    == [own["learning_rate"] for own in overrides_of(f"sweep={{{drawn}}}")]
+  )
+
+
 def test_members_and_sweep_give_their_product():
   argv = ("members=[{head_dim: 8}, {name: a}]", "sweep={grid: {learning_rate: [1e-3, 3e-4]}}")
   found = {member.name: member.overrides for member in members_from(*argv)}

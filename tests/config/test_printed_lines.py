@@ -180,6 +180,7 @@ def test_generated_text_is_safe_in_a_terminal_alone(monkeypatch):
 _OWN_TEXT = {
   "maxlite/__main__.py",
   "maxlite/errors.py",
+  "maxlite/compare.py",
   "maxlite/config/load.py",
   "maxlite/convert.py",
   "maxlite/data/__main__.py",

@@ -189,7 +189,7 @@ def _init(strategy="auto", devices=8, **keywords):
     ),
     (
       lambda: one_member(lambda model, batch: (loss(model, batch), 1.0)).init(BATCH),
-      r"'loss' of the model Mlp is tuple; .* or \(scalar, \{name: scalar\}\)",
+      r"loss of the model Mlp returns a float as its second value.* \(scalar, \{name: scalar\}\)",
     ),
     (
       lambda: one_member(lambda model, batch: (loss(model, batch), {"diverged": 1.0})).init(BATCH),

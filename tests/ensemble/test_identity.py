@@ -1,6 +1,7 @@
 """Members whose modules or programs compare equal without being the same."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from families import batch, largest_error, loss, train_alone
 from support.slow_cases import fast_only, slow
 
 from maxlite.ensemble import Ensemble, Member
-from maxlite.ensemble.members.linen import identity
 from maxlite.errors import UserError
+from maxlite.libraries.identity import identity
 
 
 class Fields(nn.Module):
@@ -82,6 +83,26 @@ def test_members_with_different_fields_equal_solo_runs(pair):
 def test_values_that_compare_equal_have_different_identities(left, right):
   assert left == right or isinstance(left, tuple)
   assert identity(left) != identity(right)
+
+
+def scaled(factor, offset=0):
+  return lambda x: factor * x + offset
+
+
+def test_functions_are_the_same_by_their_code_and_what_they_close_over():
+  assert identity(scaled(2)) == identity(scaled(2))
+  assert identity(scaled(2)) != identity(scaled(2.0))
+  assert identity(scaled(2)) != identity(scaled(2, 1))
+  assert identity(lambda x: x) != identity(lambda x: x)  # from two places
+  array = jnp.ones(2)
+  assert identity(scaled(array)) == identity(scaled(array))
+  assert identity(scaled(array)) != identity(scaled(jnp.ones(2)))
+  defaults = [lambda x, n=n: x + n for n in (1, 1, 2)]
+  assert identity(defaults[0]) == identity(defaults[1]) != identity(defaults[2])
+  keywords = [lambda x, *, n=n: x + n for n in (1, 1, 2)]
+  assert identity(keywords[0]) == identity(keywords[1]) != identity(keywords[2])
+  partials = [functools.partial(scaled, n) for n in (1, 1, True)]
+  assert identity(partials[0]) == identity(partials[1]) != identity(partials[2])
 
 
 def first_loss(member):

@@ -1,28 +1,24 @@
 """Compilation of kernels for GPUs that this machine does not have."""
 
 import importlib.util
-import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-# A GpuTargetConfigProto in text form, from XLA's sources.
-TARGET_CONFIG = os.environ.get("MAXLITE_GPU_TARGET_CONFIG", "")
+from maxlite.planning.topology import parse_topology
+
 needs_compiler = pytest.mark.skipif(
-  not TARGET_CONFIG or importlib.util.find_spec("jax_cuda13_plugin") is None,
-  reason="needs the jax-cuda13-plugin, and a target config that MAXLITE_GPU_TARGET_CONFIG names",
+  importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the jax-cuda13-plugin"
 )
 
 
 def trace_for_absent_gpu():
-  """A context in which programs are traced for the GPU that the target config describes."""
+  """A context in which programs are traced for one H100."""
   from jax.experimental import topologies
 
-  target = pathlib.Path(TARGET_CONFIG).expanduser().read_text()
-  topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+  topology = topologies.get_topology_desc(**parse_topology("h100-1", 1).request(""))
   return jax.default_device(topology.devices[0])
 
 

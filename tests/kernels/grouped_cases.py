@@ -29,13 +29,17 @@ def multiply_by_xla(x_MD, w_GDF, group_sizes_G, transpose):
 
 
 def sum_outer_products_by_xla(x_MD, dy_MF, group_sizes_G):
-  """`Programs.sum_outer_products` of mosaic_gpu.py; as there, other groups' rows are times 0."""
+  """`Programs.sum_outer_products` of mosaic_gpu.py; other groups' rows in a block are times 0."""
   stop_G1 = jnp.cumulative_sum(group_sizes_G)[:, None]
   start_G1 = stop_G1 - group_sizes_G[:, None]
   row_1M = np.arange(x_MD.shape[0])[None]
   is_in_group_GM = (start_G1 <= row_1M) & (row_1M < stop_G1)
+  is_read_GM = (start_G1 // 64 * 64 <= row_1M) & (row_1M < (stop_G1 + 63) // 64 * 64)
+  is_read_GM &= group_sizes_G[:, None] > 0
   x_GMD = x_MD[None] * is_in_group_GM[:, :, None].astype(x_MD.dtype)
-  return jnp.einsum("gmd,mf->gdf", x_GMD, dy_MF)
+  read_GMD = jnp.where(is_read_GM[:, :, None], x_GMD, 0)
+  dy_GMF = jnp.where(is_read_GM[:, :, None], dy_MF[None], 0)
+  return jnp.einsum("gmd,gmf->gdf", read_GMD, dy_GMF)
 
 
 XLA_PROGRAMS = mosaic_gpu.Programs(multiply_by_xla, sum_outer_products_by_xla)

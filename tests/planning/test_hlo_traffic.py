@@ -97,6 +97,27 @@ def test_what_a_nested_fusion_views_counts_as_its_users_read_it():
   assert product.num_bytes == 2 * (4 * 128 * 256 + 256 * 64 + 512 * 64)
 
 
+CONVERTED_SLICE = """HloModule step, is_scheduled=true
+
+%layer (a: f32[12,128,256]) -> bf16[128,256] {
+  %a = f32[12,128,256]{2,1,0} parameter(0)
+  %converted = bf16[12,128,256]{2,1,0} convert(%a)
+  %sliced = bf16[1,128,256]{2,1,0} slice(%converted), slice={[3:4], [0:128], [0:256]}
+  ROOT %row = bf16[128,256]{1,0} bitcast(%sliced)
+}
+
+ENTRY %main (x: f32[12,128,256]) -> bf16[128,256] {
+  %x = f32[12,128,256]{2,1,0} parameter(0)
+  ROOT %first = bf16[128,256]{1,0} fusion(%x), kind=kLoop, calls=%layer
+}
+"""
+
+
+def test_a_conversion_in_a_fusion_reads_what_its_users_read():
+  (part,) = hbm_traffic(parse(CONVERTED_SLICE))
+  assert part.num_bytes == 128 * 256 * (4 + 2)
+
+
 def test_lines_of_other_packages_in_the_clone_are_not_sources():
   """The clone, too, has the name of the package, and often holds the virtual environment."""
   inside = '"/clones/maxlite/.venv/lib/python3/site-packages/kernels/b.py"'

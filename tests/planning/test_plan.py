@@ -19,6 +19,7 @@ from maxlite.training.program import flops_per_step
 
 pytestmark = pytest.mark.usefixtures("fast_programs")
 ROOT = Path(__file__).resolve().parents[2]
+HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def plan(arguments):
@@ -129,12 +130,38 @@ def test_unknown_topology_exits_with_one_line(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(HAS_CUDA, reason="the CUDA plugin is installed")
 def test_without_a_compiler():
   arguments = ["compile_topology=h200-8", "base_emb_dim=65536", "base_moe_mlp_dim=262144"]
   code, out, err = plan(arguments)
   assert (code, err) == (1, "")
-  assert "estimate only: compiling for h200-8 needs gpu_target_config" in out
+  assert "estimate only: compiling for h200-8 needs the CUDA plugin" in out
   assert "does not fit" in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA, reason="the CUDA plugin is not installed")
+def test_the_plan_of_a_gpu():
+  """Without a target config: memory, whether it fits, bytes by source and bounds."""
+  arguments = ["compile_topology=h100-8", "ici_fsdp_parallelism=-1", "dtype=bfloat16"]
+  arguments += ["base_num_decoder_layers=1"]
+  code, out, err = plan(arguments)
+  assert (code, err) == (0, "")
+  assert "mixtral on 8 x NVIDIA H100 80GB HBM3, fsdp=8; " in out
+  assert re.search(r"^peak +\d\.\d+ +\d\.\d+$", out, re.MULTILINE)
+  assert re.search(r"^fits: 0\.\d% of the 80\.0 GB", out, re.MULTILINE)
+  assert "\n GB of HBM   share\n" in out
+  assert re.search(r"MFU is at most \d+\.\d%", out)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_CUDA, reason="the CUDA plugin is not installed")
+def test_a_step_that_exceeds_the_memory_of_a_gpu():
+  arguments = ["decoder_block=llama", "compile_topology=h100-1", "dtype=bfloat16"]
+  arguments += ["base_emb_dim=8192", "base_mlp_dim=262144", "base_num_decoder_layers=1"]
+  code, out, _ = plan(arguments)
+  assert code == 1
+  assert re.search(r"^does not fit: 1\d\d\.\d% of the 80\.0 GB", out, re.MULTILINE)
 
 
 @pytest.mark.smoke

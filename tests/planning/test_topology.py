@@ -5,6 +5,8 @@ import importlib.util
 import pytest
 from jax.experimental.topologies import get_topology_desc
 
+from maxlite.metrics.chips import CHIPS
+from maxlite.planning.gpu_target import GPU_TARGETS
 from maxlite.planning.topology import KINDS, parse_topology
 from maxlite.sharding.mesh import MESH_AXES, build_mesh, dcn_degrees
 
@@ -29,12 +31,36 @@ def test_slices(name, generation, chips, devices, grid):
   assert parse_topology(name, 3).num_devices == 3 * devices
 
 
-def test_gpus_need_a_target_config(tmp_path):
+def test_the_target_config_of_a_gpu_is_published_or_a_file(tmp_path):
   topology = parse_topology("h200-8", 1)
   assert topology.num_devices == 8
-  assert topology.missing("") == "gpu_target_config=FILE"
+  assert "device_memory_size: 151397597184\n" in topology.request("")["target_config"]
+  path = tmp_path / "other.txtpb"
+  path.write_text("gpu_device_info {}")
+  assert topology.request(str(path))["target_config"] == "gpu_device_info {}"
   with pytest.raises(ValueError, match="no such file"):
     topology.request(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("kind", sorted(GPU_TARGETS))
+def test_the_published_figures_agree_with_the_table_of_chips(kind):
+  gpu = GPU_TARGETS[kind]
+  chip = CHIPS[kind]
+  assert gpu.memory_bytes == pytest.approx(chip.hbm_bytes, rel=0.08)
+  assert gpu.bytes_per_second == pytest.approx(chip.hbm_bytes_per_second, rel=0.01)
+
+
+@pytest.mark.skipif(
+  not importlib.util.find_spec("jax_cuda13_plugin"), reason="the CUDA plugin is not installed"
+)
+@pytest.mark.parametrize("generation", [name for name, k in KINDS.items() if k.platform == "cuda"])
+def test_xla_reads_the_target_config(generation):
+  topology = parse_topology(f"{generation}-8", 2)
+  devices = get_topology_desc(**topology.request("")).devices
+  assert len(devices) == topology.num_devices
+  assert {device.device_kind for device in devices} == {topology.kind.device_kind}
+  capability = GPU_TARGETS[topology.kind.device_kind].capability
+  assert {device.compute_capability for device in devices} == {f"{capability}.0"}
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,16 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
   ],
   ids=str,
 )
-def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap):
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap, one_pass):
   sharder = sharder_on(degrees)
   x_BTD, w_DV, targets_BT, weight_BT = draw_inputs(num_real=6)
-  factors = (0.7, 0.3)
+  factors = (0.7, 0.0 if one_pass else 0.3)
 
   def loss(x_BTD, w_DV, targets_BT, weight_BT):
-    sums = cross_entropy_sums(x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder, soft_cap)
+    sums = cross_entropy_sums(
+      x_BTD, w_DV, targets_BT, weight_BT, chunk_tokens, sharder, soft_cap, one_pass=one_pass
+    )
     nll, logits_z = sums
     return factors[0] * nll + factors[1] * logits_z, sums
 

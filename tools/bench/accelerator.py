@@ -33,7 +33,15 @@ PARTS = (
   ("exchange", 120),
   ("step dense", 100),
   ("step moe", 120),
+  ("gradients dense", 120),
+  ("gradients moe", 120),
   ("audit moe base_num_decoder_layers=2", 150),
+  ("shares dense", 100),
+  ("shares moe", 120),
+  ("step dense scan_unroll=1", 60),
+  ("step moe scan_unroll=1", 60),
+  ("batches dense", 150),
+  ("batches moe", 150),
   ("grouped_matmul dense", 60),
   ("step dense attention=chunked", 100),
   ("step moe grouped_matmul=ragged_dot", 120),
@@ -61,6 +69,10 @@ TABLES = {
   "steps": (
     "Training steps",
     ("step", "ms", "tokens/s", "MFU", "peak memory, GB", "loss"),
+  ),
+  "shares": (
+    "Parts of a training step, each compiled alone",
+    ("step", "part", "ms", "share of the step"),
   ),
 }
 

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import jax
+import numpy as np
 from accelerator_exchange import ExchangeSize, time_forms
 from accelerator_kernels import attention, grouped_matmuls, grouped_mlps
 from accelerator_rows import add_row, first_line
@@ -21,13 +23,24 @@ from step import SHAPE, random_batch, tokens_of
 
 from maxlite.auditing.device_audit import audit_on_devices, without_features
 from maxlite.config import Config, load_config
+from maxlite.data.batch import Batch
 from maxlite.metrics.chips import peak_bf16_tflops
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 from maxlite.sharding.all_to_all import check_all_to_all
-from maxlite.training.program import build_program, flops_per_step
+from maxlite.step.gradients import GradientResult
+from maxlite.step.train_state import TrainState
+from maxlite.step.train_step import step_key
+from maxlite.training.program import (
+  Program,
+  build_objective_parts,
+  build_program,
+  flops_per_step,
+)
 from maxlite.training.spec import spec_of
 
 ROUNDS = 5
+# Of gradients in bfloat16: operands and results of every product are rounded to 8 bits.
+GRADIENT_LIMIT = 0.05
 
 SMALL_DENSE = [*SHAPE, "decoder_block=llama", "dtype=bfloat16"]
 # SHAPE has 8 experts of 512, top-2, and an MLP of 1024.
@@ -127,7 +140,11 @@ def step(small: bool, kind: str, *keys: str) -> None:
     kind: "dense" or "moe".
     keys: additional key=value of the config.
   """
-  cfg = step_config(small, kind, keys)
+  add_step_row(step_config(small, kind, keys), " ".join([kind, *keys]))
+
+
+def add_step_row(cfg: Config, name: str) -> None:
+  """Time the step of a config, and add its row."""
   program = build_program(spec_of(cfg), command=cfg)
   batch = random_batch(program)
   state = program.init(0)
@@ -142,13 +159,141 @@ def step(small: bool, kind: str, *keys: str) -> None:
   (num_flops,) = flops_per_step(program)
   add_row(
     "steps",
-    f"{' '.join([kind, *keys])} ({num_flops / 1e12:,.2f} TFLOP)",
+    f"{name} ({num_flops / 1e12:,.2f} TFLOP)",
     f"{median * 1e3:.1f}",
     f"{num_tokens / median:,.0f}",
     flops_utilization(num_flops / num_devices / median),
     peak_memory(),
     f"{float(metrics['loss']):.3f}",
   )
+
+
+def batches(small: bool, kind: str, *keys: str) -> None:
+  """The step with twice the rows per device, again and again until memory runs out."""
+  cfg = step_config(small, kind, keys)
+  rows = int(cfg.data.per_device_batch_size)
+  for _ in range(2 if small else 8):
+    rows *= 2
+    name = f"per_device_batch_size={rows}"
+    try:
+      add_step_row(step_config(small, kind, (*keys, name)), f"{kind} {name}")
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      add_row("steps", f"{kind} {name}", "", "", "", "", "out of memory")
+      return
+
+
+def gradients(small: bool, kind: str, *keys: str) -> None:
+  """A whole step's gradients, as it is compiled for training, against a float32 reference.
+
+  The reference has the same weights and batch, no kernels, and its layers in a loop. Both replay
+  the same experts, since rounded logits choose others. A backward pass that the scheduler corrupts
+  shows here, although each kernel alone agrees.
+  """
+  fewer = (*keys, "base_num_decoder_layers=2", "per_device_batch_size=2")
+  program = build_program(spec_of(step_config(small, kind, fewer)))
+  plain = ("dtype=float32", "attention=reference", "grouped_matmul=reference", "scan_unroll=1")
+  reference = build_program(spec_of(step_config(small, kind, (*fewer, *plain))))
+  state = program.init(0)
+  batch = random_batch(program)
+  if kind == "moe":
+    batch = with_routes(program, batch)
+  got = step_gradients(program, state, batch)
+  with jax.default_matmul_precision("highest"):
+    want = step_gradients(reference, state, batch)
+  again = step_gradients(program, state, batch)
+  differences = jax.tree.map(relative_difference, got.gradients, want.gradients)
+  worst_path, worst = max(jax.tree.leaves_with_path(differences), key=lambda pair: pair[1])
+  loss = abs(float(got.loss) - float(want.loss)) / abs(float(want.loss))
+  result = "agrees"
+  if not max(worst, loss) <= GRADIENT_LIMIT:  # also if one of them is NaN
+    result = f"DIFFERS in {jax.tree_util.keystr(worst_path, simple=True, separator='/')}"
+  elif not all(jax.tree.leaves(jax.tree.map(np.array_equal, got.gradients, again.gradients))):
+    result = "DIFFERS from run to run"
+  add_row(
+    "agreement",
+    f"gradients of a step, {kind}",
+    " ".join(keys) or "default scheduler",
+    program.spec.model.dtype,
+    f"{loss:.1e}",
+    f"{worst:.1e}",
+    f"{GRADIENT_LIMIT:.1e}",
+    result,
+  )
+
+
+def with_routes(program: Program, batch: Batch) -> Batch:
+  """The batch with experts for every token: consecutive ones, from a random one on."""
+  model = program.spec.model
+  shape = (*program.batch_shape, model.base_num_decoder_layers, 1)
+  first_BTN1 = np.random.default_rng(1).integers(0, model.moe.num_experts, shape)
+  chosen_K = np.arange(model.moe.num_experts_per_tok)
+  expert_BTNK = ((first_BTN1 + chosen_K) % model.moe.num_experts).astype(np.int32)
+  return batch.replace(expert_BTNK=jax.device_put(expert_BTNK, program.batch_sharding))
+
+
+def step_gradients(program: Program, state: TrainState, batch: Batch) -> GradientResult:
+  """The first part of the program's step, on the host."""
+  parts = build_objective_parts(program, program.objectives[0])
+  compiled = jax.jit(parts.gradients, compiler_options=program.compiler_options)
+  result = compiled(state.params, state.collections, batch, step_key(state))
+  return jax.device_get(result)
+
+
+def relative_difference(got: np.ndarray, want: np.ndarray) -> float:
+  """The Euclidean norm of the difference, relative to that of `want`."""
+  norm = float(np.linalg.norm(np.ravel(want).astype(np.float64)))
+  difference = np.ravel(got).astype(np.float64) - np.ravel(want).astype(np.float64)
+  return float(np.linalg.norm(difference)) / max(norm, 1e-30)
+
+
+def shares(small: bool, kind: str, *keys: str) -> None:
+  """The times of the loss, of loss and gradients, and of the update, against the whole step."""
+  cfg = step_config(small, kind, keys)
+  program = build_program(spec_of(cfg), command=cfg)
+  objective = program.objectives[0]
+  parts = build_objective_parts(program, objective)
+  batch = random_batch(program)
+  state = program.init(0)
+  options = program.compiler_options
+
+  def loss(state: TrainState, batch: Batch) -> jax.Array:
+    return parts.gradients(state.params, state.collections, batch, step_key(state)).loss
+
+  def first_part(state: TrainState, batch: Batch) -> GradientResult:
+    return parts.gradients(state.params, state.collections, batch, step_key(state))
+
+  forward = jax.jit(loss, compiler_options=options)  # XLA removes what the loss does not need
+  backward = jax.jit(first_part, compiler_options=options)
+  gradients_ms = milliseconds(lambda: backward(state, batch))
+  forward_ms = milliseconds(lambda: forward(state, batch))
+  result = backward(state, batch)
+  update = jax.jit(parts.update, donate_argnums=0, compiler_options=options)
+  holder = [state]
+
+  def run_update() -> TrainState:
+    holder[0], _ = update(holder[0], result)
+    return holder[0]
+
+  update_ms = milliseconds(run_update)
+  whole = gradients_ms + update_ms
+  for part, part_ms in (
+    ("forward pass and loss", forward_ms),
+    ("backward pass", gradients_ms - forward_ms),
+    ("update", update_ms),
+  ):
+    add_row("shares", " ".join([kind, *keys]), part, f"{part_ms:.1f}", f"{part_ms / whole:.1%}")
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+  """The median time of a call, after two that are not counted."""
+  seconds = []
+  for _ in range(2 + ROUNDS):
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    seconds.append(time.perf_counter() - start)
+  return statistics.median(seconds[2:]) * 1e3
 
 
 def audit(small: bool, kind: str, *keys: str) -> None:
@@ -209,6 +354,9 @@ PARTS = {
   "grouped_mlp": grouped_mlps,
   "exchange": exchange,
   "step": step,
+  "batches": batches,
+  "gradients": gradients,
+  "shares": shares,
   "audit": audit,
 }
 

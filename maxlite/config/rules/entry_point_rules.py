@@ -30,7 +30,7 @@ def hardware(cfg: Config) -> Violations:
   if plan.gpu_target_config and not is_file(plan.gpu_target_config):
     yield Violation(
       ["gpu_target_config"],
-      "no such file; write gpu_target_config=FILE, or omit it for the estimate only",
+      "no such file; write gpu_target_config=FILE, or omit it for the published figures",
     )
 
 

@@ -143,6 +143,9 @@ class SweepEntry:
   draw: FrozenMapping = field(FrozenMapping(), f"{{key: rule}}: random values. A rule is {_RULE}.")
   num_members: int = field(1, "Members to draw.", low=1, high=MAX_MEMBERS)
   seed: int = field(0, "Seed of the draws.", low=0)
+  seeds: int = field(
+    1, "Trains every point with init_weights_seed 0, 1, ... below this.", low=1, high=MAX_MEMBERS
+  )
 
 
 @dataclasses.dataclass(frozen=True)

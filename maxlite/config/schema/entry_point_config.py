@@ -99,12 +99,14 @@ class PlanConfig:
   compile_topology: str = field(
     "",
     "Accelerators to plan for. `v5p-64` is a TPU slice by its number of TensorCores (v4, v5p, "
-    "tpu7x: two per chip) or chips (v5e, v6e); `h200-8` is eight GPUs. Empty: this machine's "
-    "devices.",
+    "tpu7x: two per chip) or chips (v5e, v6e); `h100-8` is eight GPUs (a100, h100, h200, b200, "
+    "gb200). Empty: this machine's devices.",
   )
   compile_topology_num_slices: int = field(1, "Number of such slices.", low=1)
   gpu_target_config: str = machine_field(
-    "", "GpuTargetConfigProto text file of the GPU to compile for; empty: estimate only."
+    "",
+    "GpuTargetConfigProto text file of the GPU to compile for; empty: the figures that XLA "
+    "publishes for the GPU of compile_topology.",
   )
   save_hlo: str = machine_field("", "Folder for the compiled program's text; empty: not written.")
 

@@ -199,11 +199,15 @@ class ModelConfig:
   )
   logits_scaling: float = model_field(1.0, "Logits are divided by it.", low=0.001)
   normalization_layer_epsilon: float = model_field(1e-5, "Epsilon of RMSNorm.", low=0)
-  scan_layers: bool = model_field(True, "Stack layers and scan over them: one compilation for all.")
+  scan_layers: bool = model_field(
+    True,
+    "Stack the parameters of layers and scan over them, with `scan_unroll` layers per iteration.",
+  )
   scan_unroll: int = field(
     0,
-    "Layers per scan iteration; larger values need more compile time and memory. 0: 4 on CPU, "
-    "where it is faster, else 1.",
+    "Layers per iteration of `scan_layers`; larger values need more compile time. The parameters "
+    "are stacked with any. 0: on CPUs 4; on GPUs all layers of a stack of at most 32, which moves "
+    "fewer bytes; else 1.",
     low=0,
   )
   dtype: str = field("float32", "Type of activations.", choices=FLOAT_TYPES)
@@ -247,7 +251,7 @@ class ModelConfig:
     "Activations saved by remat_policy=custom.",
     choices=(
       *("query_proj", "key_proj", "value_proj", "attention_out", "out_proj", "mlpwi", "mlpwo"),
-      *("query_latent", "kv_latent", "moe_route", "moe_rows"),
+      *("query_latent", "kv_latent", "router_logits", "moe_route", "moe_rows"),
     ),
   )
   lora: LoraConfig = LoraConfig()

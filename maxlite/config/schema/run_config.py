@@ -108,6 +108,12 @@ class MeshConfig:
     (),
     "Replacements of rows in sharding/logical_axis_rules.py: [[logical axis, [mesh axes]], ...].",
   )
+  gather_by_permutes: bool = field(
+    False,
+    "Gather weights over fsdp, and scatter their gradients, by permutes between pairs of devices "
+    "instead of collectives. XLA:TPU schedules permutes behind matmuls, but each uses the links of "
+    "one direction only, and copies between them cost HBM bandwidth.",
+  )
   sharding_tolerance: float = field(
     0.02, "Maximum fraction of parameter bytes left unsharded on a sharded mesh.", low=0, high=1
   )

@@ -132,6 +132,7 @@ class EnsembleEngine(abc.ABC):
   def __init__(self, request: EngineRequest, programs: Sequence[MemberProgram]):
     self.request = request
     self.programs = list(programs)
+    self._solo_predict: dict[Callable, Callable] = {}  # jitted, by the function
 
   @abc.abstractmethod
   def init(self) -> PyTree:
@@ -156,6 +157,32 @@ class EnsembleEngine(abc.ABC):
   @abc.abstractmethod
   def step_cost(self) -> StepCost:
     """The cost of a step, from shapes."""
+
+  def predict_members(
+    self,
+    state: PyTree,
+    inputs: PyTree,
+    members: Sequence[int],
+    *,
+    own_inputs: bool,
+  ) -> list[PyTree]:
+    """The predictions of these members, which may repeat, by their solo functions.
+
+    Args:
+      own_inputs: `inputs` has an entry for each of `members`.
+    """
+    if len(set(members)) == 1:
+      states = {members[0]: self.take(state, members[0])}
+    else:
+      states = dict(enumerate(self.unpack(state)))
+    results = []
+    for n, z in enumerate(members):
+      function = self.programs[z].functions.predict
+      if function not in self._solo_predict:
+        self._solo_predict[function] = jax.jit(function)
+      own = jax.tree.map(lambda leaf, n=n: leaf[n], inputs) if own_inputs else inputs
+      results.append(self._solo_predict[function](states[z], own))
+    return results
 
   @functools.cached_property
   def abstract(self) -> list[TrainState]:

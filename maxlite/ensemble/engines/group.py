@@ -58,8 +58,12 @@ class Group(abc.ABC):
     """The size of the copies of shared parameters that the group does not hold."""
 
   @abc.abstractmethod
-  def init(self, params: PyTree = None) -> PyTree:
-    """The state before the first step; `params` replace those that are drawn."""
+  def read_start(self) -> PyTree:
+    """Read what the members start from, for `init`; None if they draw all."""
+
+  @abc.abstractmethod
+  def init(self, start: PyTree = None) -> PyTree:
+    """The state before the first step."""
 
   @abc.abstractmethod
   def step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Metrics]:
@@ -68,6 +72,17 @@ class Group(abc.ABC):
   @abc.abstractmethod
   def predict(self, state: PyTree, inputs: PyTree, method: str = "predict") -> PyTree:
     """The result of the members' function `method`, stacked."""
+
+  @abc.abstractmethod
+  def predict_rows(
+    self, state: PyTree, rows: jax.Array, inputs: PyTree, *, own_inputs: bool
+  ) -> PyTree:
+    """The predictions of some members, stacked.
+
+    Args:
+      rows: their numbers in the group, which may repeat.
+      own_inputs: `inputs` has an entry for each of `rows`.
+    """
 
   @abc.abstractmethod
   def stack(self, states: Sequence[TrainState]) -> PyTree:

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlite.ensemble.members.program import MemberProgram, MemberSetting
+from maxlite.ensemble.members.program import MemberProgram
 from maxlite.errors import UserError
+from maxlite.libraries.model import Setting
 
 
 class NotAlikeError(UserError):
@@ -39,7 +40,7 @@ def describe_difference(first: MemberProgram, second: MemberProgram) -> str:
   if not _has_vmappable_keys():
     impl = _prng_impl()
     return f"jax_default_prng_impl={impl} draws the same random numbers for all members of a stack"
-  not_set = MemberSetting(key=None, text="not set")
+  not_set = Setting(key=None, text="not set")
   ours = first.settings()
   theirs = second.settings()
   for name in [*ours, *theirs]:

@@ -43,6 +43,9 @@ from maxlite.step.train_step import step_key
 # (state of a member, result of its backward pass) -> (state, metrics)
 Update = Callable[[TrainState, GradientResult], tuple[TrainState, Metrics]]
 
+# The variable that has the whole tree of a collection, which need not be a dict.
+_TREE = "tree"
+
 
 class GroupState(struct.PyTreeNode):
   """The states of Z members; in `members`, every leaf has a first axis of Z."""
@@ -70,14 +73,13 @@ class MemberModule(nn.Module):
 
   def create(self, seed: jax.Array, params: PyTree) -> None:
     """Create the variables; every one has logical names, so that the members' axis has one too."""
-    for collection, values in self.init_variables(seed, params).items():
-      for name, value in values.items():
-        named = jax.tree.map(_with_names, value, is_leaf=_has_names)
-        self.put_variable(collection, name, named)
+    for collection, tree in self.init_variables(seed, params).items():
+      named = jax.tree.map(_with_names, tree, is_leaf=_has_names)
+      self.put_variable(collection, _TREE, named)
 
   def __call__(self, shared: PyTree, batch: PyTree, key: jax.Array) -> GradientResult:
     """The gradients of the loss, for the variables of this module and the shared parameters."""
-    variables = dict(self.variables)
+    variables = {name: named_tree[_TREE] for name, named_tree in self.variables.items()}
     own = variables.pop("params")
     collections = variables if self.has_collections else None
     return self.gradients(own, shared, collections, batch, key)
@@ -119,6 +121,9 @@ class MemberGroup(Group):
     )
     self._stored = stored  # names of the numbers in the optimizer state
     self._seed_Z = np.stack([program.seed_array for program in programs])
+    # Whether one function draws the variables of all members; others start from stacked variables.
+    draws_alike = len({program.draw_key for program in programs}) == 1
+    self._draws = draws_alike and not first.has_own_start
 
   @property
   def axis(self) -> str | None:
@@ -136,18 +141,20 @@ class MemberGroup(Group):
     _, shared = split(self.functions.abstract_state.params, self.labels)
     return tree_bytes(shared) * (len(self.programs) - 1)
 
-  def boxed_variables(self, params: PyTree = None) -> dict[str, PyTree]:
-    """The members' variables before the first step, with logical names (`nn.Partitioned`)."""
-    module = self._lift("create", in_axes=(0, None))
-    _, variables = module.apply({}, self._seed_Z, params, method="create", mutable=True)
-    return cast(dict[str, PyTree], variables)
+  def read_start(self) -> PyTree:
+    if self._draws:
+      return self.programs[0].read_base_params()
+    variables = []
+    for program in self.programs:
+      # Outside of a program: one with every member's functions would take long to compile.
+      start = program.read_base_params()
+      variables.append(jax.device_get(program.functions.init_variables(program.seed_array, start)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *variables)
 
-  def init(self, params: PyTree = None) -> GroupState:
-    drawn = self.functions.init_variables(self._seed_Z[0], params)
-    _, shared = split(meta.unbox(drawn["params"]), self.labels)
-    variables_Z = meta.unbox(self.boxed_variables(params))
+  def init(self, start: PyTree = None) -> GroupState:
+    variables_Z, shared = self._init_variables(start)
 
-    def start(
+    def begin(
       functions: MemberFunctions,
       variables: dict[str, PyTree],
       seed: Seed,
@@ -156,17 +163,30 @@ class MemberGroup(Group):
       whole["params"] = merge(variables["params"], shared)
       return self._without_shared(functions.start(whole, seed))
 
-    start_all = jax.vmap(functools.partial(start, self.functions))
+    start_all = jax.vmap(functools.partial(begin, self.functions))
     members = start_all(variables_Z, self._seed_Z)
     if self.has_one_optimizer:
       opt_state = self._by_phase(self._set_numbers, members.opt_state)
     else:
       opt_states = []
       for z, program in enumerate(self.programs):
-        own = start(program.functions, take_row(variables_Z, z), self._seed_Z[z])
+        own = begin(program.functions, take_row(variables_Z, z), self._seed_Z[z])
         opt_states.append(own.opt_state)
       opt_state = tuple(opt_states)
     return GroupState(dataclasses.replace(members, opt_state=opt_state), shared)
+
+  def _init_variables(self, start: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+    """(the members' variables, stacked, without the shared parameters; the shared ones)."""
+    if self._draws or start is None:  # None, where only shapes are computed
+      drawn = self.functions.init_variables(self._seed_Z[0], start)
+      _, shared = split(meta.unbox(drawn["params"]), self.labels)
+      module = self._lift("create", in_axes=(0, None))
+      _, boxed = module.apply({}, self._seed_Z, start, method="create", mutable=True)
+      variables_Z = {name: named_tree[_TREE] for name, named_tree in meta.unbox(boxed).items()}
+      return variables_Z, shared
+    variables_Z = dict(start)
+    variables_Z["params"], frozen_Z = split(start["params"], self.labels)
+    return variables_Z, take_row(frozen_Z, 0)
 
   def step(self, state: GroupState, batch: PyTree) -> tuple[GroupState, Metrics]:
     """(state, {metric: [Z, ...]}) after a step of the phase that is due."""
@@ -185,7 +205,7 @@ class MemberGroup(Group):
     of_one = self.functions.phases[index].gradients
     module = self._lift("__call__", in_axes=(None, batch_axis, 0), gradients_of=of_one)
     key_Z = jax.vmap(step_key)(dataclasses.replace(state.members, opt_state=None))
-    variables = variables_of(state.members)
+    variables = {name: {_TREE: tree} for name, tree in variables_of(state.members).items()}
     result = module.apply(variables, state.shared, batch, key_Z)
     return cast(GradientResult, result)
 
@@ -197,6 +217,15 @@ class MemberGroup(Group):
 
     members = dataclasses.replace(state.members, opt_state=None)
     return jax.vmap(predict_one, spmd_axis_name=self.axis)(members)
+
+  def predict_rows(
+    self, state: GroupState, rows: jax.Array, inputs: PyTree, *, own_inputs: bool
+  ) -> PyTree:
+    def predict_one(member: TrainState, inputs: PyTree) -> PyTree:
+      return self.functions.predict(self.with_shared(member, state.shared), inputs)
+
+    members = take_row(dataclasses.replace(state.members, opt_state=None), rows)
+    return jax.vmap(predict_one, in_axes=(0, 0 if own_inputs else None))(members, inputs)
 
   def stack(self, states: Sequence[TrainState]) -> GroupState:
     _, shared = split(states[0].params, self.labels)

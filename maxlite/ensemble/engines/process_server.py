@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from maxlite.ensemble.engines.engine_base import EngineRequest, Placement
 from maxlite.ensemble.engines.submesh import SubmeshEngine
-from maxlite.ensemble.members.linen import build_programs
 from maxlite.ensemble.members.member import call_factory
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.members.program import MemberProgram, abstract_tree
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.sharding.pytree import PyTree

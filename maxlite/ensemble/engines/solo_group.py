@@ -32,8 +32,11 @@ class SoloGroup(Group):
   def abstract_state(self) -> TrainState:
     return self.functions.abstract_state
 
-  def init(self, params: PyTree = None) -> TrainState:
-    return self.functions.init(self.programs[0].seed_array, params)
+  def read_start(self) -> PyTree:
+    return self.programs[0].read_base_params()
+
+  def init(self, start: PyTree = None) -> TrainState:
+    return self.functions.init(self.programs[0].seed_array, start)
 
   def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
     if self._own_batches:
@@ -44,6 +47,15 @@ class SoloGroup(Group):
   def predict(self, state: TrainState, inputs: PyTree, method: str = "predict") -> PyTree:
     function = getattr(self.functions, method)
     return stack_rows([function(state, inputs)])
+
+  def predict_rows(
+    self, state: TrainState, rows: jax.Array, inputs: PyTree, *, own_inputs: bool
+  ) -> PyTree:
+    results = []
+    for n in range(len(rows)):
+      own = take_row(inputs, n) if own_inputs else inputs
+      results.append(self.functions.predict(state, own))
+    return stack_rows(results)
 
   def stack(self, states: Sequence[TrainState]) -> TrainState:
     return states[0]

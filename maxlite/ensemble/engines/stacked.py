@@ -76,6 +76,9 @@ class StackedEngine(EnsembleEngine):
       donate_argnums=0,
     )
     self._predict_groups = jax.jit(self._predict, static_argnames="method", out_shardings=results)
+    self._predict_rows = [
+      jax.jit(group.predict_rows, static_argnames="own_inputs") for group in self.groups
+    ]
     self._gathered_shardings = [self._placement.gathered(group) for group in self.groups]
     self._take = [self._jit_take(group) for group in self.groups]
 
@@ -96,14 +99,14 @@ class StackedEngine(EnsembleEngine):
 
   def init(self) -> list[PyTree]:
     """The state before the first step, by one program per group."""
-    params = [group.programs[0].read_base_params() for group in self.groups]
+    starts = [group.read_start() for group in self.groups]
 
     def lower_each() -> Iterator[jax.stages.Lowered]:
-      for group, sharding, own in zip(self.groups, self.shardings, params, strict=True):
+      for group, sharding, own in zip(self.groups, self.shardings, starts, strict=True):
         yield jit_init(group.init, out_shardings=sharding).lower(own)
 
     compiled = compile_in_parallel(lower_each())
-    return [program(own) for program, own in zip(compiled, params, strict=True)]
+    return [program(own) for program, own in zip(compiled, starts, strict=True)]
 
   def step(self, state: list[PyTree], batch: PyTree) -> tuple[list[PyTree], StackMetrics]:
     return self.jitted_step(state, batch)
@@ -172,6 +175,26 @@ class StackedEngine(EnsembleEngine):
   def predict(self, state: list[PyTree], inputs: PyTree, method: str = "predict") -> list[PyTree]:
     by_group = self._predict_groups(state, inputs, method=method)
     return [take_row(by_group[place.group], place.row) for place in self._places]
+
+  def predict_members(
+    self,
+    state: list[PyTree],
+    inputs: PyTree,
+    members: Sequence[int],
+    *,
+    own_inputs: bool,
+  ) -> list[PyTree]:
+    positions_of: dict[int, list[int]] = {}  # by group, the positions in `members`
+    for position, z in enumerate(members):
+      positions_of.setdefault(self._places[z].group, []).append(position)
+    results: list[PyTree] = [None] * len(members)
+    for number, positions in positions_of.items():
+      rows = np.array([self._places[members[position]].row for position in positions])
+      own = take_row(inputs, np.array(positions)) if own_inputs else inputs
+      stacked = self._predict_rows[number](state[number], rows, own, own_inputs=own_inputs)
+      for n, position in enumerate(positions):
+        results[position] = take_row(stacked, n)
+    return results
 
   def place(self, batch: PyTree, *, own_batches: bool = False) -> PyTree:
     if not self.request.spans_processes:

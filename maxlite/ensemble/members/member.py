@@ -4,18 +4,19 @@ import dataclasses
 import importlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypedDict, TypeGuard
+from typing import Any, TypeAlias, TypedDict, TypeGuard
 
 import flax.linen as nn
 import jax
 import optax
 
 from maxlite.errors import UserError
+from maxlite.libraries.as_model import library_of
 from maxlite.sharding.pytree import PyTree
 from maxlite.step.api_checks import as_optimizer
 
-# (bound module, batch) -> scalar or (scalar, {name: scalar})
-Loss = Callable[[nn.Module, PyTree], PyTree]
+# (the library's own model, batch) -> scalar or (scalar, {name: scalar})
+Loss = Callable[..., PyTree]
 OptimizerFunction = Callable[..., optax.GradientTransformation]
 Optimizer: TypeAlias = optax.GradientTransformation | OptimizerFunction
 
@@ -26,28 +27,33 @@ class HyperparameterError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-  """A Linen module with its optimizer and seed.
+  """A model of any module library with its optimizer and seed.
 
   Args:
-    model: members with equal modules are trained as one stack.
+    model: a Linen module; an Equinox module, or one and its state; an NNX module; or a function of
+      a random key (of `rngs`, for NNX) that makes one of the latter. Members with equal models, but
+      for their arrays, are trained as one stack.
     optimizer: a transformation, such as `optax.adam(1e-3)`; or a function that returns one, such as
       `optax.adam`, for members that differ in its numbers: they are data of one program.
     seed: the seed of the parameters and of random numbers in training.
     name: by default the member's number, such as m0 or, of more than ten members, m00.
     hyperparameters: the arguments of an optimizer that is a function.
     train: regexes of whole parameter paths; other parameters are frozen. By default, all train.
+    init: of a model that is a pair of pure functions, init(random key) -> a tree of arrays.
+    apply: its other function. The loss gets it with the tree as its first argument.
   """
 
-  model: nn.Module
-  optimizer: Optimizer
+  model: Any = None
+  optimizer: Optimizer | None = None
   seed: int = 0
   name: str = ""
   hyperparameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
   train: Sequence[str] | None = None
+  init: Callable[[jax.Array], PyTree] | None = dataclasses.field(default=None, kw_only=True)
+  apply: Callable[..., PyTree] | None = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self) -> None:
-    if not isinstance(self.model, nn.Module):
-      raise _not_an_instance("model", self.model, "Module")
+    self._check_model()
     if isinstance(self.optimizer, optax.MultiSteps):
       object.__setattr__(self, "optimizer", self.optimizer.gradient_transformation())
     if not isinstance(self.optimizer, optax.GradientTransformation):
@@ -64,6 +70,23 @@ class Member:
     except TypeError:
       given = " ".join(str(self.seed).split())
       raise UserError(f"seed={given} of a Member is not an integer") from None
+
+  def _check_model(self) -> None:
+    """Raise UserError unless there is one model, by its type; `init` of an ensemble builds it."""
+    pair = (self.init, self.apply)
+    if pair != (None, None):
+      if self.model is not None or not all(callable(function) for function in pair):
+        raise UserError(
+          "a Member takes a model, or init=function of a key and apply=function of its result: "
+          "give one of the two"
+        )
+      return
+    is_class = isinstance(self.model, type)
+    if library_of(self.model) or (callable(self.model) and not is_class):
+      return
+    if is_class and not issubclass(self.model, nn.Module):
+      return  # a constructor of another library
+    raise _not_an_instance("model", self.model, "Module")
 
   def _check_optimizer_function(self) -> None:
     """Raise UserError if the optimizer and its hyperparameters give no transformation."""
@@ -82,6 +105,7 @@ class Member:
     """The transformation with the member's hyperparameters, of which some may be replaced."""
     if isinstance(self.optimizer, optax.GradientTransformation):
       return self.optimizer
+    assert self.optimizer is not None
     built = self.optimizer(**{**self.hyperparameters, **replaced})
     return as_optimizer(built, f"member {self.name}")
 
@@ -131,7 +155,7 @@ class EnsembleParts(TypedDict):
 
   members: Sequence[Member]
   loss: Loss
-  predict: Callable[[nn.Module, PyTree], PyTree]
+  predict: Callable[..., PyTree]
   base: PyTree
 
 
@@ -160,6 +184,6 @@ def call_factory(path: str) -> EnsembleParts:
   )
 
 
-def call_model(model: nn.Module, inputs: PyTree) -> PyTree:
+def call_model(model: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
   """The default `predict`."""
   return model(inputs)

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax.linen import meta
 from jax.sharding import NamedSharding
 
+from maxlite.libraries.model import Setting
 from maxlite.optim.labels import Labels
 from maxlite.phases.phase_schedule import PhaseSchedule
 from maxlite.sharding import Sharder
@@ -22,19 +22,12 @@ Seed = jax.Array | np.ndarray  # a scalar, from `seed_array`
 Numbers = Mapping[str, float]  # hyperparameters by name
 
 
-class MemberSetting(NamedTuple):
-  """A field of a member's module or a key of its config."""
-
-  key: Hashable  # equal if the values are
-  text: str
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemberFunctions:
   """Pure functions of a seed, of variables and of a `TrainState`; they may be traced."""
 
-  # (seed, parameters to start from or None) -> {"params": ..., other collections}, in which
-  # parameters may have logical names (`nn.Partitioned`).
+  # (seed, what the member starts from, as of `base_params`) -> {"params": ..., other collections},
+  # in which parameters may have logical names (`nn.Partitioned`).
   init_variables: Callable[[Seed, PyTree], dict[str, PyTree]]
   # (variables without logical names, seed) -> the state before the first step
   start: Callable[[dict[str, PyTree], Seed], TrainState]
@@ -57,9 +50,9 @@ class MemberFunctions:
   shardings: PyTree = None
   batch_sharding: NamedSharding | None = None
 
-  def init(self, seed: Seed, params: PyTree = None) -> TrainState:
-    """The state before the first step; `params` replace those that are drawn."""
-    return self.start(meta.unbox(self.init_variables(seed, params)), seed)
+  def init(self, seed: Seed, start: PyTree = None) -> TrainState:
+    """The state before the first step; `start` replaces what is drawn."""
+    return self.start(meta.unbox(self.init_variables(seed, start)), seed)
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
@@ -85,13 +78,19 @@ class MemberProgram:
   # The solo functions of one member with this group and update key: their states have equal shapes.
   like: Callable[[], MemberFunctions]
   # By name, what members of a group have equal.
-  settings: Callable[[], dict[str, MemberSetting]]
+  settings: Callable[[], dict[str, Setting]]
   # Names of the numbers that the state of a solo run has.
   solo_numbers: frozenset[str] = frozenset()
   # Equal for members whose frozen parameters are equal; None if that is not known.
   base: Hashable = None
   # Reads the parameters that the member starts from; None: it draws all.
   base_params: Callable[[], PyTree] | None = None
+  # Members of a group that also have one `draw_key` draw the same variables from equal seeds.
+  draw_key: Hashable = None
+  # Whether `base_params` are all of the member's variables, and not those of other members.
+  has_own_start: bool = False
+  # (variables) -> the model in the form in which a user gave it; None: it was made from a config.
+  own_model: Callable[[dict[str, PyTree]], PyTree] | None = None
   # By phase, the FLOPs of a step; empty if they are not known.
   flops: Sequence[float] = ()
 

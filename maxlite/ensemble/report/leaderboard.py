@@ -141,17 +141,20 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> Table:
 def leaderboard_markdown(
   entries: Sequence[LeaderboardEntry],
   scores: Mapping[str, Mapping[str, float]],
+  sections: Sequence[str] = (),
 ) -> str:
   """The leaderboard as Markdown, followed by a table of `scores`.
 
   Args:
     entries: the members.
+    sections: of Markdown, between the two.
     scores: by name of a prediction, its `mean_scores`: the best member, then every combination.
   """
   titles = [column.title for column in COLUMNS]
   is_left = [column.is_left for column in COLUMNS]
-  parts = ["# Leaderboard", _markdown_table(titles, is_left, _rows(entries))]
+  parts = ["# Leaderboard", markdown_table(titles, is_left, _rows(entries))]
   parts.extend(_notes(entries))
+  parts.extend(sections)
   if scores:
     parts.append("# Combined prediction")
     parts.append(_scores_table(scores))
@@ -166,7 +169,7 @@ def _scores_table(scores: Mapping[str, Mapping[str, float]]) -> str:
   for name, own in scores.items():
     cells = [_number(own.get(key)) for key in SCORES]
     rows.append([name, *cells])
-  return _markdown_table(titles, is_left, rows)
+  return markdown_table(titles, is_left, rows)
 
 
 def _rows(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -> list[list[str]]:
@@ -182,7 +185,7 @@ def _rows(entries: Sequence[LeaderboardEntry], max_length: int | None = None) ->
     cells = [
       str(rank),
       entry.name,
-      _format(own_settings, max_length),
+      format_settings(own_settings, max_length),
       _short(entry.num_parameters),
       _number(entry.final_loss),
       _number(entry.best_loss),
@@ -214,14 +217,14 @@ def _notes(entries: Sequence[LeaderboardEntry], max_length: int | None = None) -
   notes = []
   shared = _shared_overrides(entries)
   if shared:
-    notes.append(f"All members: {_format(shared, max_length)}")
+    notes.append(f"All members: {format_settings(shared, max_length)}")
   speeds = [entry.tokens_per_second for entry in entries if entry.tokens_per_second]
   if len(set(speeds)) < len(speeds):
     notes.append("tokens/s: of one member, while all members of its group train in the same step")
   return notes
 
 
-def _format(overrides: Mapping[str, Json], max_length: int | None = None) -> str:
+def format_settings(overrides: Mapping[str, Json], max_length: int | None = None) -> str:
   """The overrides as `key=value key=value`; `max_length` as in `_rows`."""
   cells = []
   for key, value in overrides.items():
@@ -247,7 +250,7 @@ def _number(value: float | None, form: str = ".4f") -> str:
   return format(value, form)
 
 
-def _markdown_table(
+def markdown_table(
   titles: Sequence[str],
   is_left: Sequence[bool],
   rows: Sequence[Sequence[str]],

@@ -6,6 +6,7 @@ from typing import cast
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from maxlite.checkpoint.run_folder import RunFolder
 from maxlite.config.schema import Config, LatentAttentionConfig, MoeConfig, flatten
@@ -18,6 +19,7 @@ from maxlite.ensemble.report.leaderboard import (
   median_tokens_per_second,
   write_members,
 )
+from maxlite.ensemble.report.seeds import seeds_table
 from maxlite.ensemble.selection.population import LINEAGE, LINEAGE_ROWS, ancestors
 from maxlite.metrics.plots.calibration import Calibration, draw_calibration
 from maxlite.metrics.plots.ensemble_curves import draw_learning_curves
@@ -49,8 +51,12 @@ def finalize(
   entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")
   plots = _draw_plots(members, entries, lineage, scores, directory)
-  write_atomically(directory / LEADERBOARD, leaderboard_markdown(entries, scores))
+  of_seeds = seeds_table(entries)
+  sections = [f"# Over seeds\n\n{of_seeds}"] if of_seeds else []
+  write_atomically(directory / LEADERBOARD, leaderboard_markdown(entries, scores, sections))
   console.print(leaderboard_table(entries), soft_wrap=False)
+  if of_seeds:
+    console.print(Text(f"Over seeds, by final loss\n{of_seeds}\n"))
   for name, own in scores.items():
     console.print(
       f"{name}: nll {own['nll']:.4f}, accuracy {own['accuracy']:.4f}, "

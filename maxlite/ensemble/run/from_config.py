@@ -20,11 +20,11 @@ from maxlite.ensemble.engines.engine_base import Placement
 from maxlite.ensemble.members.program import (
   MemberFunctions,
   MemberProgram,
-  MemberSetting,
   Seed,
 )
 from maxlite.evaluation.held_out import build_eval_step
 from maxlite.layers.lora import OPTIONAL_MODULES
+from maxlite.libraries.model import Setting
 from maxlite.optim.build import number_names, numbers_of
 from maxlite.optim.labels import TRAIN, Labels, names_of
 from maxlite.sharding.logical_axis_rules import DEFAULT_RULES
@@ -203,14 +203,14 @@ def _group_key(cfg: Config, spec: StepSpec, name: str, placement: Placement) -> 
   return fixed, tuple(optimizers), tuple(data), base, placement, alone
 
 
-def _settings(cfg: Config) -> dict[str, MemberSetting]:
+def _settings(cfg: Config) -> dict[str, Setting]:
   """The keys of a config that members of one stack have equal."""
   varying = set(number_names(cfg.optimizer))
   varying |= {"init_weights_seed", "run_name", "data_shuffle_seed", "data_sampling"}
   settings = {}
   for key, value in flatten(cfg).items():
     if key not in varying:
-      settings[key] = MemberSetting(value, show(value))
+      settings[key] = Setting(value, show(value))
   return settings
 
 

@@ -74,4 +74,6 @@ MOSAIC_GPU = GroupedMatmulBackend(
   "maxlite.kernels.grouped_matmul.mosaic_gpu:grouped_matmul",
   supports=_is_hopper,
   supports_vma=False,
+  network="maxlite.kernels.grouped_mlp.mosaic_gpu_mlp:grouped_mlp",
+  network_has_biases=False,
 )

@@ -2,8 +2,8 @@
 
 The kernels are those of `jax.experimental.pallas.ops.gpu`. They need multiples of 64 on the axes of
 the matrices and of 8 rows, so other arrays are padded with zeros. Rows past the last group are
-undefined in the results of the kernels, and are zeroed. The kernels have no rule for `jax.vmap`,
-which therefore runs them one after the other.
+undefined in the results of the kernels, and are zeroed here; grouped_mlp/mosaic_gpu_mlp.py leaves
+them. The kernels have no rule for `jax.vmap`, which therefore runs them one after the other.
 
 The kernels do not declare over which mesh axes their results vary, so `jax.shard_map` around them
 needs check_vma=False; tests/kernels/test_grouped_matmul.py checks their gradients there.
@@ -118,18 +118,18 @@ def grouped_matmul(
   if x_MD.size == 0:
     return jnp.zeros_like(x_MD, shape=(num_rows, num_out))
   if programs is MOSAIC_GPU:
-    _check_support(x_MD.dtype)
+    check_support(x_MD.dtype)
   kernels = GroupedKernels(
-    functools.partial(_multiply_rows, programs=programs),
-    functools.partial(_sum_within_groups, programs=programs),
+    functools.partial(_multiply_and_zero, programs=programs),
+    functools.partial(_sum_in_dtype, programs=programs),
   )
-  x_MD = _pad_matrix(x_MD)
-  w_GDF = jax.vmap(_pad_matrix)(w_GDF)
+  x_MD = pad_matrix(x_MD)
+  w_GDF = jax.vmap(pad_matrix)(w_GDF)
   y_MF = grouped_matmul_of(kernels, x_MD, w_GDF, group_sizes_G, DEFAULT_TILES)
   return y_MF[:num_rows, :num_out]
 
 
-def _check_support(dtype: jnp.dtype) -> None:
+def check_support(dtype: jnp.dtype) -> None:
   if dtype.itemsize != 2:
     raise UserError(f"grouped_matmul=mosaic_gpu does not support {dtype}; write dtype=bfloat16")
   device = default_device()
@@ -148,13 +148,13 @@ def default_device() -> jax.Device:
   return jax.devices()[0]
 
 
-def _pad_matrix(x_MD: jax.Array) -> jax.Array:
+def pad_matrix(x_MD: jax.Array) -> jax.Array:
   """A matrix, padded with zeros to multiples of 64 on both axes."""
   num_rows, num_columns = x_MD.shape
   return jnp.pad(x_MD, ((0, -num_rows % _MULTIPLE), (0, -num_columns % _MULTIPLE)))
 
 
-def _multiply_rows(
+def _multiply_and_zero(
   x_MD: jax.Array,
   w_GDF: jax.Array,
   group_sizes_G: jax.Array,
@@ -164,20 +164,12 @@ def _multiply_rows(
 ) -> jax.Array:
   """`GroupedKernels.multiply_rows`."""
   del tile
-  w_GDF = w_GDF.astype(x_MD.dtype)
-  num_out = w_GDF.shape[1] if transpose else w_GDF.shape[2]
-  cost = StatedCost(
-    flops=2 * x_MD.size * num_out,
-    row_bytes=x_MD.nbytes + x_MD.shape[0] * num_out * x_MD.dtype.itemsize,
-    fixed_bytes=w_GDF.nbytes,
-  )
-  multiply = sequential_vmap(functools.partial(programs.multiply, transpose=transpose))
-  with stated_cost(cost), jax.numpy_dtype_promotion("standard"):
-    y_MF = multiply(x_MD, w_GDF, group_sizes_G)
-  return _zero_past_groups(y_MF, group_sizes_G)
+  y_MF = multiply_rows(programs, x_MD, w_GDF.astype(x_MD.dtype), group_sizes_G, transpose)
+  row_M1 = jnp.arange(len(y_MF), dtype=jnp.int32)[:, None]
+  return jnp.where(row_M1 < group_sizes_G.sum(dtype=jnp.int32), y_MF, 0)
 
 
-def _sum_within_groups(
+def _sum_in_dtype(
   x_MD: jax.Array,
   dy_MF: jax.Array,
   group_sizes_G: jax.Array,
@@ -187,22 +179,57 @@ def _sum_within_groups(
 ) -> jax.Array:
   """`GroupedKernels.sum_outer_products`, rounded to the type of x."""
   del tile
-  # Undefined rows may be NaN, which a product with zero does not remove.
-  x_MD = _zero_past_groups(x_MD, group_sizes_G)
-  dy_MF = _zero_past_groups(dy_MF, group_sizes_G)
+  return sum_outer_products(programs, x_MD, dy_MF, group_sizes_G).astype(dtype)
+
+
+def multiply_rows(
+  programs: Programs,
+  x_MD: jax.Array,
+  w_GDF: jax.Array,
+  group_sizes_G: jax.Array,
+  transpose: bool,
+) -> jax.Array:
+  """`Programs.multiply` of operands of one type, with its cost."""
+  num_out = w_GDF.shape[1] if transpose else w_GDF.shape[2]
+  cost = StatedCost(
+    flops=2 * x_MD.size * num_out,
+    row_bytes=x_MD.nbytes + x_MD.shape[0] * num_out * x_MD.dtype.itemsize,
+    fixed_bytes=w_GDF.nbytes,
+  )
+  multiply = sequential_vmap(functools.partial(programs.multiply, transpose=transpose))
+  with stated_cost(cost), jax.numpy_dtype_promotion("standard"):
+    return multiply(x_MD, w_GDF, group_sizes_G)
+
+
+def sum_outer_products(
+  programs: Programs,
+  x_MD: jax.Array,
+  dy_MF: jax.Array,
+  group_sizes_G: jax.Array,
+) -> jax.Array:
+  """`Programs.sum_outer_products`, with its cost; rows past the last group may be NaN."""
+  x_MD = _zero_rest_of_block(x_MD, group_sizes_G)
+  dy_MF = _zero_rest_of_block(dy_MF, group_sizes_G)
   num_weights = group_sizes_G.shape[0] * x_MD.shape[1] * dy_MF.shape[1]
   cost = StatedCost(
     flops=2 * x_MD.size * dy_MF.shape[1],
     row_bytes=x_MD.nbytes + dy_MF.nbytes,
     fixed_bytes=num_weights * x_MD.dtype.itemsize,
   )
-  sum_outer_products = sequential_vmap(programs.sum_outer_products)
+  run = sequential_vmap(programs.sum_outer_products)
   with stated_cost(cost), jax.numpy_dtype_promotion("standard"):
-    dw_GDF = sum_outer_products(x_MD, dy_MF, group_sizes_G)
-  return dw_GDF.astype(dtype)
+    return run(x_MD, dy_MF, group_sizes_G)
 
 
-def _zero_past_groups(x_MD: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
-  """The rows of the groups; rows past the last group are zero."""
-  row_M1 = jnp.arange(x_MD.shape[0], dtype=jnp.int32)[:, None]
-  return jnp.where(row_M1 < group_sizes_G.sum(dtype=jnp.int32), x_MD, 0)
+def _zero_rest_of_block(x_MD: jax.Array, group_sizes_G: jax.Array) -> jax.Array:
+  """x with zeros after the last group, up to the end of the block in which the group ends.
+
+  The kernel reads whole blocks, and multiplies the rows of other groups by zero, which does not
+  remove NaN. It reads no further block, and XLA updates this one in place.
+  """
+  end = group_sizes_G.sum(dtype=jnp.int32)
+  start = jnp.minimum(end // _BLOCK_K * _BLOCK_K, len(x_MD) - _BLOCK_K)
+  block_mD = jax.lax.dynamic_slice_in_dim(x_MD, start, _BLOCK_K)
+  row_m1 = start + jnp.arange(_BLOCK_K, dtype=jnp.int32)[:, None]
+  block_mD = jnp.where(row_m1 < end, block_mD, 0)
+  return jax.lax.dynamic_update_slice_in_dim(x_MD, block_mD, start, axis=0)

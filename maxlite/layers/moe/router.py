@@ -110,6 +110,7 @@ class Router(nn.Module):
       precision=precision,
       preferred_element_type=dtype,
     )
+    logits_BTE = checkpoint_name(logits_BTE, "router_logits")
     if self.use_bias:
       zeros = partitioned(nn.initializers.zeros, ("router",))
       bias_E = self.param("logits_bias", zeros, (cfg.num_experts,), self.weight_dtype)

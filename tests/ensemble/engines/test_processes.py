@@ -17,8 +17,8 @@ from support.interrupts import interrupted_before_line
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines import processes
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.members.linen import build_programs
 from maxlite.ensemble.members.member import MemberFactory, call_factory
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.workers.serialization import from_bytes, to_bytes
 from maxlite.ensemble.workers.worker_process import WorkerCommand
 from maxlite.registry import ENSEMBLE_STRATEGIES

@@ -18,8 +18,8 @@ from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest, tree_bytes
 from maxlite.ensemble.engines.stack_strategies import build_stacked
 from maxlite.ensemble.engines.stacked import StackedEngine
-from maxlite.ensemble.members.linen import build_programs
 from maxlite.ensemble.members.member import call_model
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.members.program import abstract_tree
 from maxlite.errors import UserError
 from maxlite.runs.run import run_training

@@ -27,7 +27,7 @@ from support.slow_cases import slow
 
 from maxlite.ensemble import Ensemble, Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
-from maxlite.ensemble.members.linen import build_programs
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.members.program import abstract_tree, variables_of
 from maxlite.kernels.xla_cpu import jit_init
 from maxlite.registry import ENSEMBLE_STRATEGIES

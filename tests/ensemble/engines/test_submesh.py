@@ -15,8 +15,8 @@ from maxlite.ensemble import Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.submesh import SubmeshEngine, split_devices
 from maxlite.ensemble.members.assignment import assign_lpt
-from maxlite.ensemble.members.linen import build_programs
 from maxlite.ensemble.members.member import call_model
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.members.program import abstract_tree
 
 BATCH = np.ones((4, 3), np.float32)

@@ -11,8 +11,8 @@ from families import largest_error
 from maxlite.ensemble import Member
 from maxlite.ensemble.engines.engine_base import EngineRequest
 from maxlite.ensemble.engines.switched import SwitchEngine
-from maxlite.ensemble.members.linen import build_programs
 from maxlite.ensemble.members.member import call_model
+from maxlite.ensemble.members.model_programs import build_programs
 from maxlite.ensemble.members.program import abstract_tree
 from maxlite.errors import UserError
 

@@ -60,7 +60,7 @@ def apply_on_shards(
   if sharder.num_shards("embed_no_exp") > 1:
     # The backward pass gathers the weights again instead of saving them for every layer.
     policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-    on_shard = jax.checkpoint(on_shard, policy=policy)
+    on_shard = jax.checkpoint(on_shard, policy=policy, prevent_cse=not sharder.gather_by_permutes)
   rows = sharder.spec((*ROWS, None))
   sharded = jax.shard_map(
     on_shard,
@@ -84,7 +84,7 @@ def _gather_and_apply(
   """(y_btD, counts over all shards), on one shard of the mesh."""
   # Cast before the gather: weight gradients are scattered first, then summed over the other axes.
   x_btD, weight_btK, weights = pvary(x_btD, weight_btK, weights)
-  if sharder.num_shards("embed_no_exp") > 1:
+  if sharder.num_shards("embed_no_exp") > 1 and not sharder.gather_by_permutes:
     # Also orders the gradients: weight gradients are scattered before the backward pass proceeds.
     x_btD, weights = jax.lax.optimization_barrier((x_btD, weights))
   gathered = _keep_bias_once(_gather(weights, sharder, x_btD.dtype), sharder)
@@ -126,7 +126,8 @@ def _gather(weights: ExpertWeights, sharder: Sharder, dtype: jnp.dtype) -> Exper
   mesh_axes = sharder.mesh_axes("embed_no_exp")
 
   def gather(w: jax.Array, axis: int) -> jax.Array:
-    return checkpoint_name(gather_weight(w, dtype, mesh_axes, axis), _GATHERED)
+    gathered = gather_weight(w, dtype, mesh_axes, axis, sharder.gather_by_permutes)
+    return checkpoint_name(gathered, _GATHERED)
 
   wi_EDF = tuple(gather(w_EDF, axis=1) for w_EDF in weights.wi_EDF)
   wo_EFD = gather(weights.wo_EFD, axis=2)

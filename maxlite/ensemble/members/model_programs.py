@@ -1,4 +1,4 @@
-"""The programs of members that are Linen modules with a user's loss."""
+"""The programs of members that are models of a module library with a user's loss."""
 
 import dataclasses
 import functools
@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.linen import meta
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.ensemble.members.member import HyperparameterError, Loss, Member, is_number
 from maxlite.ensemble.members.program import (
   MemberFunctions,
   MemberProgram,
-  MemberSetting,
   Seed,
   variables_of,
 )
 from maxlite.errors import UserError
+from maxlite.libraries.as_model import as_model, library_of
+from maxlite.libraries.calls import extra_arguments
+from maxlite.libraries.function_model import FunctionModel
+from maxlite.libraries.identity import identity
+from maxlite.libraries.linen_model import LinenModel, linen_settings
+from maxlite.libraries.model import Model, Setting, Variables
 from maxlite.optim.labels import (
   FROZEN,
   Labels,
@@ -29,18 +33,12 @@ from maxlite.optim.labels import (
   partitioned,
 )
 from maxlite.sharding.pytree import PyTree
-from maxlite.step.api_checks import check_scalars, check_unreserved, explain_collections
+from maxlite.step.api_checks import check_scalars, check_unreserved
 from maxlite.step.gradients import GradientResult, LossFunction, build_gradients
 from maxlite.step.train_state import TrainState, init_state
 from maxlite.step.train_step import SkipRule, StepParts, build_step_parts, join_parts
 
 _STEP_METRICS = ("diverged", "skipped", "skipped_in_a_row")
-_FLAX_INTERNALS = ("_id", "_state", "_parent_ref", "scope")  # attributes of modules, not fields
-_BOUND = "call the module that it is given, model(...), which keeps {name}, and not its apply"
-_FIXED = (
-  "predict reads {name} only, so give a predict that does not update it, such as "
-  "lambda model, inputs: model(inputs, train=False)"
-)
 # A member is frozen from the first loss that is not finite. Its optimizer state is not used any
 # more; to select it, or to compute the gradient norm, would cost a small member a third of a step.
 _FREEZE_DIVERGED = SkipRule(grad_norm=False, keep_opt_state=False, freeze_after=1)
@@ -63,6 +61,15 @@ def build_programs(
   return [builder.program(member) for member in members]
 
 
+def model_of(member: Member) -> Model:
+  """The member's model, if it is not a Linen module."""
+  place = f"the model of member {member.name}"
+  if member.init is not None:
+    assert member.apply is not None
+    return FunctionModel(member.init, member.apply)
+  return as_model(member.model, place)
+
+
 class _Builder:
   """Builds the functions of each module once."""
 
@@ -71,6 +78,8 @@ class _Builder:
     self._predict = predict
     self._batch = example_batch
     self._base = base
+    self._models: dict[Hashable, Model] = {}
+    # By module key and what draws its arrays.
     self._modules: dict[Hashable, _ModuleFunctions] = {}
     self._functions: dict[Hashable, MemberFunctions] = {}
     # By module and update key, the program of the first member.
@@ -78,23 +87,31 @@ class _Builder:
 
   def program(self, member: Member) -> MemberProgram:
     """The program of a member."""
+    model = self._model(member)
     train = None if member.train is None else tuple(member.train)
-    module_key = (identity(member.model), train)
-    if module_key not in self._modules:
-      self._modules[module_key] = _ModuleFunctions.build(
-        member,
+    module_key = (model.key, train)
+    functions_key = (module_key, model.draw_key)
+    base = self._base
+    if base is not None and library_of(base):
+      base = model.params_of(base)
+    if functions_key not in self._modules:
+      self._modules[functions_key] = _ModuleFunctions.build(
+        model,
+        train,
         self._loss,
         self._predict,
-        self._batch,
-        self._base,
+        base,
       )
     update_key = _update_key(member)
     key = (module_key, update_key)
-    base: Hashable = ("seed", member.seed)
-    base_params = None
-    if self._base is not None:
-      base = "base"
-      base_params = self._read_base
+    shared: Hashable = ("seed", member.seed, model.draw_key)
+    start = base
+    if model.given is not None:
+      self._check_given(member)
+      shared = None
+      start = model.given
+    elif base is not None:
+      shared = "base"
 
     def functions_of_first() -> MemberFunctions:
       return self._firsts[key].functions
@@ -105,47 +122,62 @@ class _Builder:
       group=module_key,
       update_key=update_key,
       numbers=(member.numbers,),
-      build=functools.partial(self._build, member, module_key),
+      build=functools.partial(self._build, member, functions_key),
       like=functions_of_first,
-      settings=functools.partial(settings_of, member),
-      base=base,
-      base_params=base_params,
+      settings=functools.partial(settings_of, member, model),
+      base=shared,
+      base_params=None if start is None else lambda: start,
+      draw_key=model.draw_key,
+      has_own_start=model.given is not None,
+      own_model=model.own,
     )
     self._firsts.setdefault(key, program)
     return program
 
-  def _read_base(self) -> PyTree:
-    return self._base
+  def _model(self, member: Member) -> Model:
+    key = identity((member.model, member.init, member.apply))
+    if key not in self._models:
+      if isinstance(member.model, nn.Module):
+        self._models[key] = LinenModel(member.model, self._loss, self._batch)
+      else:
+        self._models[key] = model_of(member)
+    return self._models[key]
+
+  def _check_given(self, member: Member) -> None:
+    """Raise UserError for what a model that has its arrays would ignore."""
+    place = f"the model of member {member.name} is an object with its own arrays"
+    if self._base is not None:
+      raise UserError(f"base=: {place}: leave base out, or give a function of a key that makes it")
+    if member.seed and not extra_arguments(self._loss, {"key": None}):
+      raise UserError(
+        f"seed={member.seed}: {place}, and the loss takes no key, so nothing depends on the seed: "
+        "leave it out, or give a function of a key that makes the model"
+      )
 
   def _build(
     self,
     member: Member,
-    module_key: Hashable,
+    functions_key: Hashable,
     stored: frozenset[str],
   ) -> MemberFunctions:
     """The member's functions; the numbers with the names in `stored` are in the optimizer state."""
     values = sorted(member.numbers.items())
-    key = (module_key, _update_key(member), repr(values), stored)
+    key = (functions_key, _update_key(member), repr(values), stored)
     if key not in self._functions:
-      _check_stored(member, stored, self._modules[module_key].params)
+      _check_stored(member, stored, self._modules[functions_key].params)
       tx = _optimizer_with_stored(member, stored)
-      self._functions[key] = self._modules[module_key].with_optimizer(tx)
+      self._functions[key] = self._modules[functions_key].with_optimizer(tx)
     return self._functions[key]
 
 
-def settings_of(member: Member) -> dict[str, MemberSetting]:
-  """The fields of the member's module, and what it trains."""
-  kind: type = type(member.model)
-  settings = {"model": MemberSetting(kind, kind.__name__)}
-  for field in dataclasses.fields(member.model):
-    if field.name in ("parent", "name"):
-      continue
-    value = getattr(member.model, field.name)
-    text = getattr(value, "__name__", repr(value))
-    on_one_line = " ".join(text.split())
-    settings[field.name] = MemberSetting(identity(value), on_one_line)
+def settings_of(member: Member, model: Model | None = None) -> dict[str, Setting]:
+  """In what the member's model, if it is built, may differ from others, and what it trains."""
+  if isinstance(member.model, nn.Module):
+    settings = linen_settings(member.model)
+  else:
+    settings = (model or model_of(member)).settings()
   train = repr(member.train)
-  settings["train"] = MemberSetting(train, train)
+  settings["train"] = Setting(train, train)
   return settings
 
 
@@ -153,6 +185,7 @@ def _optimizer_with_stored(member: Member, stored: frozenset[str]) -> optax.Grad
   """The member's optimizer with the numbers `stored` in its state, as arrays."""
   if not stored:
     return member.build_optimizer()
+  assert callable(member.optimizer)
   parameters = inspect.signature(member.optimizer).parameters
   static = parameters.keys() - stored
   inject = optax.inject_hyperparams(member.optimizer, static, jnp.float32)
@@ -220,46 +253,37 @@ class _ModuleFunctions:
   @classmethod
   def build(
     cls,
-    member: Member,
+    model: Model,
+    train: Sequence[str] | None,
     loss: Loss,
     predict: Loss,
-    batch: PyTree,
     base: PyTree,
   ) -> "_ModuleFunctions":
-    """Raise UserError if the model has no parameters, or `base` and `train` do not fit it."""
-    model = member.model
-    init = nn.init(loss, model)
-    with explain_collections(_place(model), _BOUND):
-      variables = jax.eval_shape(init, jax.random.key(0), batch)
-    if "params" not in variables:
-      raise UserError(f"the model {type(model).__name__} has no parameters to train: leave it out")
-    mutable = tuple(name for name in variables if name != "params")
-    sown = _sown_variables(model, loss, meta.unbox(variables), mutable, batch)
-    params = meta.unbox(variables["params"])
+    """Raise UserError if `base` and `train` do not fit the model."""
+    params = model.abstract["params"]
     labels = None
-    if member.train is not None:
-      labels = labels_of(params, member.train)
+    if train is not None:
+      labels = labels_of(params, train)
     if base is not None:
-      _check_base(base, params, labels, model)
+      _check_base(base, params, labels, model.name)
 
-    def init_variables(seed: Seed, start_params: PyTree) -> dict[str, PyTree]:
-      variables = init(jax.random.key(seed), batch)
-      drawn = dict(_without(variables, sown))
-      if start_params is not None:
-        drawn["params"] = _replace_params(drawn["params"], start_params)
+    def init_variables(seed: Seed, start: PyTree) -> Variables:
+      if model.given is not None:
+        return _shaped_like(model.abstract) if start is None else dict(start)
+      drawn = model.draw(jax.random.key(seed))
+      if start is not None:
+        drawn["params"] = _replace_params(drawn["params"], start)
       return drawn
 
     def predict_one(state: TrainState, inputs: PyTree) -> PyTree:
-      apply = nn.apply(predict, model)
-      with explain_collections(f"predict of the model {type(model).__name__}", _FIXED):
-        return apply(variables_of(state), inputs)
+      return model.predict(predict, variables_of(state), inputs)
 
     def evaluate(state: TrainState, batch: PyTree) -> jax.Array:
       key = jax.random.key(0)
       (value, _), _ = loss_function.forward(state.params, state.collections, batch, key, {})
       return value
 
-    loss_function = _LinenLoss(model=model, loss=loss, mutable=mutable, sown=sown)
+    loss_function = _MemberLoss(model=model, loss=loss)
     return cls(
       init_variables=init_variables,
       gradients=build_gradients(loss_function),
@@ -307,9 +331,13 @@ def _report_divergence(parts: StepParts) -> Callable:
   return update
 
 
-def _check_base(base: PyTree, params: PyTree, labels: Labels, model: nn.Module) -> None:
+def _shaped_like(abstract: Variables) -> Variables:
+  """Variables of these shapes, for computing the shapes of a state."""
+  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+
+
+def _check_base(base: PyTree, params: PyTree, labels: Labels, name: str) -> None:
   """Raise UserError if `base` has a parameter that the model lacks, or lacks a frozen one."""
-  name = type(model).__name__
   given = _by_names(base)
   own = _by_names(params)
   for names, leaf in given.items():
@@ -347,85 +375,12 @@ def _replace_params(drawn: PyTree, given: PyTree) -> PyTree:
   return jax.tree.map_with_path(replace, drawn, is_leaf=is_box)
 
 
-def _sown_variables(
-  model: nn.Module,
-  loss: Loss,
-  variables: PyTree,
-  mutable: Sequence[str],
-  batch: PyTree,
-) -> frozenset[tuple[str, ...]]:
-  """Paths of the variables that grow with every call, as by `Module.sow`: not part of the state."""
-
-  def run(variables: PyTree, keys: dict[str, jax.Array]) -> PyTree:
-    apply = nn.apply(loss, model, mutable=mutable)
-    return apply(variables, batch, rngs=keys)
-
-  _, updated = jax.eval_shape(run, variables, {"params": jax.random.key(0)})
-  before = flatten_dict({name: variables[name] for name in mutable})
-  after = flatten_dict(updated)
-  grown = set()
-  for path in before | after:
-    shapes_before = jax.tree.map(jnp.shape, before.get(path))
-    shapes_after = jax.tree.map(jnp.shape, after.get(path))
-    if shapes_before != shapes_after:
-      grown.add(path)
-  return frozenset(grown)
-
-
-def _without(
-  variables: Mapping[str, PyTree],
-  paths: frozenset[tuple[str, ...]],
-) -> Mapping[str, PyTree]:
-  """The variables except those at `paths`."""
-  if not paths:
-    return variables
-  flat = flatten_dict(variables, keep_empty_nodes=True)
-  kept = {path: value for path, value in flat.items() if path not in paths}
-  return unflatten_dict(kept)
-
-
-def identity(value: object, modules: dict[Hashable, int] | None = None) -> Hashable:
-  """A key that only values share with which a module computes the same.
-
-  Equality does not suffice: 1 == 1.0 == True, 0.0 == -0.0, a dataclass may leave fields out of it,
-  and a submodule that is in two fields has its parameters once. Values whose type is not known here
-  are compared by identity, and must live as long as the key.
-
-  Args:
-    modules: the numbers of the modules so far, in the order of their first use.
-  """
-  if modules is None:
-    modules = {}
-  if isinstance(value, nn.Module):
-    flax_id = vars(value)["_id"]  # by which Flax shares the parameters of a module
-    number = modules.setdefault(flax_id, len(modules))
-    fields = {name: x for name, x in vars(value).items() if name not in _FLAX_INTERNALS}
-    return type(value), number, identity(fields, modules)
-  if isinstance(value, tuple | list):
-    items = [identity(item, modules) for item in value]
-    return type(value), tuple(items)
-  if isinstance(value, Mapping):
-    items = []
-    for key, item in value.items():
-      items.append((identity(key, modules), identity(item, modules)))
-    return type(value), tuple(items)
-  if type(value) in (bool, int, float, str, bytes, type(None)):
-    return type(value), repr(value)
-  return id(value)
-
-
-def _place(model: nn.Module) -> str:
-  return f"the loss of the model {type(model).__name__}"
-
-
 @dataclasses.dataclass(frozen=True)
-class _LinenLoss(LossFunction):
-  """A loss of a bound Linen module."""
+class _MemberLoss(LossFunction):
+  """A loss of the library's own model."""
 
-  model: nn.Module
+  model: Model
   loss: Loss
-  mutable: tuple[str, ...]  # collections
-  sown: frozenset[tuple[str, ...]]  # paths of variables that do not exist before each step
 
   def forward(
     self,
@@ -435,19 +390,13 @@ class _LinenLoss(LossFunction):
     key: jax.Array,
     extra: Mapping[str, PyTree],
   ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
-    run = nn.apply(self.loss, self.model, mutable=self.mutable)
     variables = {"params": params, **collections}
-    place = _place(self.model)
-    with explain_collections(place, _BOUND):
-      result, updated = run(variables, batch, rngs={"params": key})
-    loss = result
-    metrics: Mapping[str, jax.Array] = {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-      loss, metrics = result
-    model = f"the model {type(self.model).__name__}"
-    check_scalars({"loss": loss}, model)
-    check_unreserved(metrics, _STEP_METRICS, model)
-    return (loss, dict(metrics)), _without(updated, self.sown)
+    place = f"the loss of the model {self.model.name}"
+    returned = self.model.call(self.loss, variables, batch, key, place)
+    model = f"the model {self.model.name}"
+    check_scalars({"loss": returned.value}, model)
+    check_unreserved(returned.metrics, _STEP_METRICS, model)
+    return (returned.value, dict(returned.metrics)), returned.collections
 
   def combine(
     self,

@@ -1,0 +1,1 @@
+"""Models of any module library as pure functions of their arrays."""
