@@ -128,6 +128,8 @@ MODELS: dict[str, ModelFamily] = {
   "gemma4_moe": dataclasses.replace(_GEMMA4, moe=MoeForm(scaled_router=True, beside_mlp=True)),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
   "olmoe": ModelFamily(_PROJECTION_NORM, MoeForm()),
+  # Shi et al., FlexOlmo (2025), section 4; layers of OLMo 2.
+  "flex_olmo": dataclasses.replace(_OLMO2, moe=MoeForm()),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.
   "gpt_oss": ModelFamily(
     AttentionForm(qkv_bias=True, out_bias=True, sinks=True),
