@@ -89,6 +89,8 @@ MODELS: dict[str, ModelFamily] = {
   "llama": ModelFamily(),
   # Qwen2 Technical Report (2024), section 2.2.1; also Qwen2.5.
   "qwen2": ModelFamily(_QKV_BIAS),
+  # The configuration and code published with GLM-4-0414 (2025).
+  "glm4": ModelFamily(_QKV_BIAS, post_norms=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3": ModelFamily(_HEAD_NORM),
   # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.

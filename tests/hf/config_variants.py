@@ -260,4 +260,5 @@ class LargerFolder(Folder):
   def __init__(self, path: Path):
     self.path = path
     self.auto = "AutoModelForImageTextToText"
-    self.tokens_BT = np.arange(24, dtype=np.int32).reshape(2, 12)
+    # Without 0 and 1, the numbers that variants give to tokens of images.
+    self.tokens_BT = 2 + np.arange(24, dtype=np.int32).reshape(2, 12)
