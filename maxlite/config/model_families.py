@@ -89,6 +89,8 @@ MODELS: dict[str, ModelFamily] = {
   "llama": ModelFamily(),
   # Qwen2 Technical Report (2024), section 2.2.1; also Qwen2.5.
   "qwen2": ModelFamily(_QKV_BIAS),
+  # The configuration and code published with GLM-4-0414 (2025).
+  "glm4": ModelFamily(_QKV_BIAS, post_norms=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3": ModelFamily(_HEAD_NORM),
   # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.
@@ -128,6 +130,8 @@ MODELS: dict[str, ModelFamily] = {
   "gemma4_moe": dataclasses.replace(_GEMMA4, moe=MoeForm(scaled_router=True, beside_mlp=True)),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.
   "olmoe": ModelFamily(_PROJECTION_NORM, MoeForm()),
+  # Shi et al., FlexOlmo (2025), section 4; layers of OLMo 2.
+  "flex_olmo": dataclasses.replace(_OLMO2, moe=MoeForm()),
   # gpt-oss-120b and gpt-oss-20b Model Card (2025), section 2; expert_bias adds the experts' biases.
   "gpt_oss": ModelFamily(
     AttentionForm(qkv_bias=True, out_bias=True, sinks=True),

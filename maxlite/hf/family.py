@@ -227,8 +227,6 @@ class HfFamily:
   extra_ignored: Callable[[ModelConfig], Sequence[str]] = _no_more_ignored
   mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
-  # The model_type of a larger model that has this one as its `text_config`.
-  nested_in: str = ""
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
   # Rules of routed experts in place of those of `block`, if peft supports only the tensors in which

@@ -17,7 +17,7 @@ from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT, HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.hf_tokenizer import tokenizer_keys
-from maxlite.hf.text_model import nested, text_values, with_alternatives
+from maxlite.hf.text_model import LARGER_MODELS, nested, text_values, with_alternatives
 from maxlite.storage.json_values import Json, JsonObject
 
 LARGE = 10**6  # sizes up to this are plausible
@@ -36,9 +36,12 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   values = read_config(directory)
   file = directory / CONFIG
   quantization = values.get("quantization_config")
+  is_part = values.get("model_type") in LARGER_MODELS
   family, values = _family_of(values, file)
   if quantization:
     _require_readable(quantization, family, file)
+  if is_part:
+    family = nested(family, read_tensors(directory))
   typed = _typed_keys(family, values, file)
   names = family.key_names(values)
   _require_plausible(typed, directory, names)
@@ -108,17 +111,13 @@ def _named_as_there(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
-  """Return (family, the part of config.json that it reads)."""
+  """Return (family, config.json that it reads: of the text model of a larger one)."""
   model_type = values.get("model_type")
-  larger = {}
-  for family in FAMILIES.values():
-    if family.nested_in:
-      larger[family.nested_in] = family
-  if str(model_type) in larger:
-    family = larger[str(model_type)]
-    return nested(family), text_values(values, family, file)
+  if model_type in LARGER_MODELS:
+    values = text_values(values, file)
+    return FAMILIES[values["model_type"]], values
   if str(model_type) not in FAMILIES:
-    supported = ", ".join([*FAMILIES, *larger])
+    supported = ", ".join([*FAMILIES, *LARGER_MODELS])
     raise UserError(f"{file} has model_type={model_type!r}; supported are {supported}")
   return FAMILIES[str(model_type)], values
 
@@ -203,7 +202,6 @@ def _imported_config(cfg: ModelConfig, values: JsonObject) -> tuple[HfFamily, Js
     keys = _typed_keys(family, text, file)
   except UserError:  # of a model that maxlite does not read
     return None
-  family = FAMILIES[family.model_type]  # of the text model alone
   changed = {"vocab_size": cfg.vocab_size, "mtp_num_layers": cfg.mtp_num_layers}
   model = build(ModelConfig, DEFAULTS | keys | changed)
   is_same = model.decoder_block == cfg.decoder_block and function_keys(model) == function_keys(cfg)

@@ -210,7 +210,8 @@ def _adapter_rules(rule: TensorRule) -> list[TensorRule]:
     axes = axes.removeprefix(experts)
   layout = axis_layout(axes)
   theirs_out, theirs_in = layout.theirs
-  names_out = [f"{axis}*" if axis == layout.interleaved else axis for axis in theirs_out]
+  star = f"*{layout.num_interleaved or ''}"
+  names_out = [axis + star if axis == layout.interleaved else axis for axis in theirs_out]
   ours_in = " ".join(axis for axis in layout.ours if axis in theirs_in)
   ours_out = " ".join(axis for axis in layout.ours if axis in theirs_out)
   module = rule.theirs.removesuffix(_WEIGHT)

@@ -8,6 +8,7 @@ A tensor that holds several projections has one adapter in peft. Here each proje
 and the rows of lora_b that are its own.
 """
 
+import dataclasses
 import itertools
 import re
 from collections import defaultdict
@@ -204,7 +205,7 @@ class PeftAdapter:
     lora_b = Part(
       tensor=PREFIX + module + _B,
       rows=mapping.rows,
-      layout=AxisLayout(axes, (theirs_out, (_RANK,)), mapping.layout.interleaved),
+      layout=dataclasses.replace(mapping.layout, ours=axes, theirs=(theirs_out, (_RANK,))),
       sizes=tuple((sizes | {_RANK: rank})[axis] for axis in axes),
       place=(*fixed, slice(0, rank), *spans),
       scale=self._scale(module) / self._scale_of_run,

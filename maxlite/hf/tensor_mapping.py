@@ -24,12 +24,14 @@ class AxisLayout:
   """Named axes of an array, `ours`, and of a tensor, `theirs`, whose groups are merged axes.
 
   A group without axes has size 1. Channels 2c and 2c + 1 of the tensor's axis `interleaved` are
-  channels c and C/2 + c of the array's.
+  channels c and C/2 + c of the array's, where C is `num_interleaved`, or 0 for all of them; further
+  channels have the same number in both.
   """
 
   ours: tuple[str, ...]
   theirs: tuple[tuple[str, ...], ...]
   interleaved: str = ""
+  num_interleaved: int = 0
 
   @property
   def order(self) -> tuple[int, ...]:
@@ -53,30 +55,36 @@ class AxisLayout:
     if not self.interleaved:
       return array
     axis = self.ours.index(self.interleaved)
-    size = shape[axis]
-    channels = [*range(0, size, 2), *range(1, size, 2)]
-    return array.take(channels, axis)
+    return array.take(self._channels(shape[axis]), axis)
 
   def to_theirs(self, array: np.ndarray) -> np.ndarray:
     """Convert an array to the layout of the tensor; the inverse of `to_ours`."""
     sizes = dict(zip(self.ours, array.shape, strict=True))
     if self.interleaved:
       axis = self.ours.index(self.interleaved)
-      halves = np.arange(sizes[self.interleaved]).reshape(2, -1)
-      array = array.take(halves.T.reshape(-1), axis)
+      array = array.take(np.argsort(self._channels(sizes[self.interleaved])), axis)
     return array.transpose(self.order).reshape(self.shape(sizes))
+
+  def _channels(self, size: int) -> list[int]:
+    """Return the tensor's channel of each of the array's `size` channels."""
+    num = self.num_interleaved or size
+    return [*range(0, num, 2), *range(1, num, 2), *range(num, size)]
 
 
 @functools.cache
 def axis_layout(notation: str) -> AxisLayout:
-  """Parse a layout such as `d h c -> (h c) d`; a star follows the interleaved axis."""
+  """Parse a layout such as `d h c -> (h c) d`.
+
+  A star follows the interleaved axis, and the number of its interleaved channels unless all are.
+  """
   ours, _, theirs = notation.partition("->")
-  interleaved = re.findall(r"(\w+)\*", theirs)
+  interleaved = re.findall(r"(\w+)\*(\d*)", theirs)
   assert len(interleaved) <= 1, f"{notation}: only one axis can be interleaved"
   groups: list[tuple[str, ...]] = []
-  for text in re.findall(r"\([^)]*\)|\w+", theirs.replace("*", "")):
+  for text in re.findall(r"\([^)]*\)|\w+", re.sub(r"\*\d*", "", theirs)):
     groups.append(tuple(text.strip("()").split()))
-  layout = AxisLayout(tuple(ours.split()), tuple(groups), "".join(interleaved))
+  axis, num = interleaved[0] if interleaved else ("", "")
+  layout = AxisLayout(tuple(ours.split()), tuple(groups), axis, int(num or 0))
   names = [name for group in groups for name in group]
   assert sorted(names) == sorted(layout.ours), f"{notation}: both sides need the same axes"
   assert len(set(names)) == len(names), f"{notation}: an axis occurs twice"

@@ -60,6 +60,8 @@ WITH_EXPERTS = (
 )
 # Families in which a tensor of Hugging Face holds several projections with adapters.
 SHARED_TENSORS = {
+  "glm": "mlp.gate_up_proj holds 2 projections",
+  "glm4": "mlp.gate_up_proj holds 2 projections",
   "phi3": "self_attn.qkv_proj holds 3 projections",
   "qwen3_next": "self_attn.q_proj holds 2 projections",
   "qwen3_5_text": "self_attn.q_proj holds 2 projections",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,30 @@ def config_of(model_type: str) -> dict[str, Any]:
 def variants_of(model_type: str) -> Iterator[Variant]:
   """Yield variants of a fixture's config.json: one key removed, null, or changed."""
   base = config_of(model_type)
+  yield from changed_keys(base, config_class(model_type), FAMILIES[model_type].unread)
+
+
+def variants_of_larger(base: dict[str, Any]) -> Iterator[Variant]:
+  """Yield variants of the config.json of a larger model: of its own keys, and of text_config's."""
+  text = base["text_config"]
+  unread = [name for name in base if name.endswith("_config")]
+  for variant in changed_keys(base, config_class(base["model_type"]), ()):
+    if variant.name.partition("=")[0].partition(" ")[0].partition(".")[0] not in unread:
+      yield variant
+  for variant in changed_keys(text, config_class(text["model_type"]), ()):
+    yield Variant(f"text_config.{variant.name}", base | {"text_config": variant.values})
+
+
+def changed_keys(base: dict[str, Any], cls: type, unread: Collection[str]) -> Iterator[Variant]:
+  """Yield variants of a config.json `base`, which `cls` reads in transformers."""
   defaults = {}
-  for field in dataclasses.fields(config_class(model_type)):
+  for field in dataclasses.fields(cls):
     defaults[field.name] = field.default
   names = {name for name in defaults if not name.startswith("_")}
   names |= set(base)
   names |= set(OTHERS)
   names |= WITHOUT_EFFECT
-  names |= set(FAMILIES[model_type].unread)
+  names |= set(unread)
   for name in sorted(names - {"model_type", "quantization_config"}):
     if name in base:
       yield Variant(f"{name} removed", without(base, name))
@@ -182,8 +198,8 @@ class Folder:
   """A copy of a fixture whose config.json is replaced."""
 
   def __init__(self, model_type: str, path: Path):
-    self.model_type = model_type
     self.path = path
+    self.auto = "AutoModelForCausalLM"
     shutil.copytree(FIXTURES / model_type, path, dirs_exist_ok=True)
     expected = load_file(FIXTURES / model_type / "expected.safetensors")
     self.tokens_BT = expected["tokens_BT"]
@@ -223,7 +239,7 @@ class Folder:
     self.write(values)
     with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
       try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = getattr(transformers, self.auto).from_pretrained(
           self.path,
           output_loading_info=True,
           attn_implementation="eager",
@@ -236,3 +252,13 @@ class Folder:
           return model(input_ids=tokens, use_cache=False).logits.numpy()
       except Exception:  # whatever it raises, there is no function to compare with
         return None
+
+
+class LargerFolder(Folder):
+  """A folder of a model that reads images too."""
+
+  def __init__(self, path: Path):
+    self.path = path
+    self.auto = "AutoModelForImageTextToText"
+    # Without 0 and 1, the numbers that variants give to tokens of images.
+    self.tokens_BT = 2 + np.arange(24, dtype=np.int32).reshape(2, 12)

@@ -1,6 +1,7 @@
 """A config.json means what it means in `transformers`, or is refused by name."""
 
 import dataclasses
+import json
 from importlib.util import find_spec
 
 import numpy as np
@@ -12,11 +13,15 @@ from config_variants import (
   TWO_MSCALES,
   YARN,
   Folder,
+  LargerFolder,
+  changed_keys,
   config_class,
   config_of,
   variants_of,
+  variants_of_larger,
   without,
 )
+from hf_measure import FIXTURES
 
 import maxlite
 from maxlite.config.layer_stacks import layer_specs, layer_stacks
@@ -25,6 +30,7 @@ from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
 from maxlite.hf.hf_config import find_family
+from maxlite.hf.text_model import LARGER_MODELS
 
 NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -103,6 +109,12 @@ MEANINGS = [
   ("ernie4_5_moe", "", {"moe_layer_end_index": -1}, {"first_num_dense_layers": 1}),
   ("mistral4", "n_routed_experts", {"num_local_experts": 8}, {"num_experts": 8}),
   ("granitemoe", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
+  ("glm", "rope_parameters", {}, {"partial_rotary_factor": 0.5}),
+  ("glm4", "", {"rope_parameters": {"rope_theta": 77.0}}, {"partial_rotary_factor": 0.5}),
+  ("granite", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
+  ("ernie4_5", "rope_parameters", {}, {"rope_max_timescale": 500_000.0}),
+  ("flex_olmo", "num_experts", {"num_local_experts": 4}, {"num_experts": 4}),
+  ("ministral3", "rope_parameters", {}, {"query_scaling_beta": 0.1, "rope_max_timescale": 1e6}),
   ("mixtral", "", {"sliding_window": 4}, {"sliding_window_size": 4}),
   ("olmoe", "", {"clip_qkv": 0.5}, {"clip_qkv": 0.5}),
   ("olmoe", "clip_qkv", {}, {"clip_qkv": 0.0}),
@@ -170,6 +182,10 @@ REFUSED = [
   ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1"),
   ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2"),
   ("granitemoe", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
+  ("glm4", {"attention_bias": False}, "attention_bias=False"),
+  ("granite", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
+  ("ernie4_5", {"use_bias": True}, "use_bias=True"),
+  ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),
   ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
   ("mistral4", {"n_group": 2}, "n_group=2"),
   ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),
@@ -284,7 +300,7 @@ def test_defaults_are_those_of_the_config_class(model_type):
   expected["partial_rotary_factor"] = cls().rope_parameters.get("partial_rotary_factor")
   if model_type == "gpt_oss":  # set where the field is null
     expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
-  if model_type == "mistral4":
+  if model_type in ("ministral3", "mistral4"):
     names = family.defaults["rope_parameters"]
     expected["rope_parameters"] = {name: cls().rope_parameters[name] for name in names}
   for name, default in family.defaults.items():
@@ -335,11 +351,36 @@ def test_a_removed_or_null_key_leaves_the_logits_or_is_refused(model_type, tmp_p
 @needs_transformers
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_any_changed_key_gives_equal_logits_or_is_refused(model_type, tmp_path):
-  folder = Folder(model_type, tmp_path / "model")
   base = config_of(model_type)
+  folder = Folder(model_type, tmp_path / "model")
+  assert_equal_or_refused(folder, base, variants_of(model_type))
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("model_type", LARGER_MODELS)
+def test_any_changed_key_of_a_larger_model_gives_equal_logits_or_is_refused(
+  model_type, tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(FIXTURES.parents[2] / "tools" / "fixtures")
+  import hf_parity
+
+  hf_parity.build(model_type, seed=0).save_pretrained(tmp_path / "model")
+  base = json.loads((tmp_path / "model" / "config.json").read_text())
+  folder = LargerFolder(tmp_path / "model")
+  assert_equal_or_refused(folder, base, variants_of_larger(base))
+  if LARGER_MODELS[model_type].is_flat:
+    text = without(base["text_config"], "model_type")
+    flat = without(base, "text_config") | text
+    assert_equal_or_refused(folder, flat, changed_keys(flat, config_class(model_type), text))
+
+
+def assert_equal_or_refused(folder, base, variants):
   # Ours by the keys of maxlite, to which many changes lead.
   known = {repr(folder.our_keys(base)): folder.their_logits(base)}
-  for variant in variants_of(model_type):
+  different = []
+  for variant in variants:
     keys = folder.our_keys(variant.values)
     if keys is None:
       continue
@@ -349,11 +390,15 @@ def test_any_changed_key_gives_equal_logits_or_is_refused(model_type, tmp_path):
     if repr(keys) not in known:
       known[repr(keys)] = folder.our_logits(variant.values)
     ours = known[repr(keys)]
-    if ours is not None:
-      assert_close(ours, theirs, variant.name)
+    if ours is not None and not is_close(ours, theirs):
+      different.append(variant.name)
+  assert not different
+
+
+def is_close(ours, theirs):
+  scale = np.abs(theirs).max() or 1  # a key may make all logits zero
+  return np.abs(ours - theirs).max() / scale < TOLERANCE
 
 
 def assert_close(ours, theirs, name=""):
-  scale = np.abs(theirs).max() or 1  # a key may make all logits zero
-  difference = np.abs(ours - theirs).max() / scale
-  assert difference < TOLERANCE, name
+  assert is_close(ours, theirs), name

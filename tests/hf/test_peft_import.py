@@ -43,6 +43,7 @@ ADAPTERS = [
   ("llama", {"target_modules": DENSE, "layers_to_transform": [1]}),
   ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
   ("gemma2", {"target_modules": DENSE}),
+  ("glm", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj"]}),
   ("deepseek_v3", {"target_modules": LATENT}),
   ("qwen3_next", {"target_modules": ["q_proj", "k_proj", "o_proj", "in_proj_qkvz", "out_proj"]}),
   ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
@@ -50,7 +51,7 @@ ADAPTERS = [
   ("gpt_oss", {"target_modules": ["v_proj"], "target_parameters": EXPERTS}),
 ]
 
-FAST_ADAPTERS = (ADAPTERS[2], ADAPTERS[8])
+FAST_ADAPTERS = (ADAPTERS[2], ADAPTERS[9])
 
 
 def random_like(tensors):

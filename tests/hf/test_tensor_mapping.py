@@ -64,6 +64,8 @@ def copied(model_type, target, change):
     ("h c d -> d (h c)", (3, 4, 2), (2, 12)),
     ("g e d f -> e d (f g)", (2, 3, 4, 5), (3, 4, 10)),
     ("d -> d", (3,), (3,)),
+    ("h c -> (h c*)", (2, 8), (16,)),
+    ("d h c -> (h c*4) d", (2, 3, 8), (24, 2)),
   ],
 )
 def test_layouts_are_invertible(notation, shape, theirs):
@@ -71,6 +73,11 @@ def test_layouts_are_invertible(notation, shape, theirs):
   tensor = axis_layout(notation).to_theirs(array)
   assert tensor.shape == theirs
   np.testing.assert_array_equal(axis_layout(notation).to_ours(tensor, shape), array)
+
+
+def test_only_the_first_channels_of_a_head_are_pairs():
+  array = axis_layout("h c -> (h c*4)").to_ours(np.arange(12), (2, 6))
+  np.testing.assert_array_equal(array, [[0, 2, 1, 3, 4, 5], [6, 8, 7, 9, 10, 11]])
 
 
 def test_gate_and_up_columns_alternate_if_f_precedes_g():

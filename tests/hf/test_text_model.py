@@ -14,27 +14,40 @@ import maxlite
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.errors import UserError
 from maxlite.hf.conversion import from_hf
-from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import params_from_hf
-from maxlite.hf.hf_config import model_keys
+from maxlite.hf.hf_config import exported_config, model_keys
 from maxlite.hf.load_model import abstract_params
+from maxlite.hf.text_model import LARGER_MODELS
 
-NESTED = {name: family.nested_in for name, family in FAMILIES.items() if family.nested_in}
-every_nested = pytest.mark.parametrize("model_type", NESTED)
+# The larger model of each model_type that a text_config may have, and the family of the text model.
+NESTED = {}
+FAMILY_OF = {}
+for _name, _larger in LARGER_MODELS.items():
+  NESTED |= dict.fromkeys(_larger.families, _name)
+  FAMILY_OF |= _larger.families
 VISION = np.ones((2, 3), np.float32)
 TOKENS_BT = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
-def nested_folder(model_type, folder, **others):
-  """Write the fixture of `model_type` as a part of a larger model, with `others` in config.json."""
+# The names of tensors of text models: of transformers since 4.52, before, and of Qwen2-VL then.
+NEWER = {"model.": "model.language_model.", "lm_head.": "lm_head."}
+OLDER = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+FLAT = {"model.": "model.", "lm_head.": "lm_head."}
+
+
+def nested_folder(model_type, folder, names=NEWER, **others):
+  """Write the fixture of a text model as a part of a larger model, with `others` in config.json."""
   folder.mkdir()
-  text = json.loads((FIXTURES / model_type / "config.json").read_text())
+  fixture = FIXTURES / FAMILY_OF[model_type]
+  text = json.loads((fixture / "config.json").read_text()) | {"model_type": model_type}
   config = {"model_type": NESTED[model_type], "text_config": text, "vision_config": {"depth": 2}}
   config |= {"image_token_id": 7, "tie_word_embeddings": text["tie_word_embeddings"]} | others
   (folder / "config.json").write_text(json.dumps(config))
-  tensors = {"model.visual.merger.weight": VISION}
-  for name, tensor in load_file(FIXTURES / model_type / "model.safetensors").items():
-    tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+  vision = "model.visual.merger.weight" if names is NEWER else "visual.merger.weight"
+  tensors = {vision: VISION}
+  for name, tensor in load_file(fixture / "model.safetensors").items():
+    prefix = name.partition(".")[0] + "."
+    tensors[names.get(prefix, prefix) + name.removeprefix(prefix)] = tensor
   save_file(tensors, folder / "model.safetensors")
   return folder
 
@@ -54,11 +67,13 @@ def assert_same_arrays(folder, fixture):
     np.testing.assert_array_equal(array, expected[path], path)
 
 
-@pytest.mark.parametrize("model_type", fast_only(NESTED, "qwen3_5_moe_text"))
+@pytest.mark.parametrize("model_type", fast_only(NESTED, "mistral", "qwen3_5_moe_text"))
 def test_the_text_model_of_a_larger_model_is_that_model(model_type, tmp_path):
-  folder = nested_folder(model_type, tmp_path / "larger")
-  assert model_keys(folder)[1] == model_keys(FIXTURES / model_type)[1]
-  assert_same_arrays(folder, FIXTURES / model_type)
+  fixture = FIXTURES / FAMILY_OF[model_type]
+  for number, names in enumerate((NEWER, OLDER, FLAT)):
+    folder = nested_folder(model_type, tmp_path / str(number), names)
+    assert model_keys(folder)[1] == model_keys(fixture)[1]
+    assert_same_arrays(folder, fixture)
 
 
 def test_import_names_the_parts_that_it_leaves_out(tmp_path):
@@ -79,6 +94,15 @@ def test_import_names_the_parts_that_it_leaves_out(tmp_path):
 def test_a_larger_model_with_another_function_is_refused(others, message, tmp_path):
   folder = nested_folder("gemma4_text", tmp_path / "larger", **others)
   with pytest.raises(UserError, match=message):
+    model_keys(folder)
+
+
+def test_a_soft_cap_that_the_larger_model_does_not_apply_is_refused(tmp_path):
+  """transformers caps the logits of gemma3_text, but not those of gemma3."""
+  text = json.loads((FIXTURES / "gemma3_text" / "config.json").read_text())
+  text |= {"final_logit_softcapping": 0.5}
+  folder = nested_folder("gemma3_text", tmp_path / "larger", text_config=text)
+  with pytest.raises(UserError, match=r"final_logit_softcapping=0.5 in text_config"):
     model_keys(folder)
 
 
@@ -105,21 +129,53 @@ def test_experts_in_one_tensor_are_read(tmp_path):
   assert_same_arrays(folder, FIXTURES / "qwen3_5_moe_text")
 
 
+def qwen2_vl_folder(folder, is_flat):
+  """Write a folder as published: flat, or with text_config."""
+  folder = nested_folder("qwen2_vl_text", folder, FLAT, tie_word_embeddings=True)
+  config = json.loads((folder / "config.json").read_text())
+  text = config["text_config"] | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}
+  for name in ("rope_parameters", "rope_theta", "rms_norm_eps", "model_type"):
+    text.pop(name, None)  # of which the class of the larger model has other defaults than Qwen2
+  config["text_config"] = text
+  if is_flat:
+    config |= text
+    del config["text_config"]
+  (folder / "config.json").write_text(json.dumps(config))
+  return folder
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_missing_keys_have_the_defaults_of_the_larger_model(is_flat, tmp_path):
+  folder = qwen2_vl_folder(tmp_path / "larger", is_flat)
+  family, keys = model_keys(folder)
+  assert family.model_type == "qwen2"
+  assert keys["logits_via_embedding"]
+  assert (keys["rope_type"], keys["rope_max_timescale"]) == ("default", 1e6)
+  assert keys["normalization_layer_epsilon"] == 1e-5
+  model = build(ModelConfig, DEFAULTS | keys)
+  source = json.loads((folder / "config.json").read_text())
+  family, hf, is_imported = exported_config(model, source, 64, is_trained=False)
+  assert (family.model_type, is_imported) == ("qwen2", True)
+  assert (hf["model_type"], hf["rope_theta"], hf["rms_norm_eps"]) == ("qwen2", 1e6, 1e-5)
+  assert "vision_config" not in hf
+  assert family.config_from_hf(hf) | {"decoder_block": "qwen2"} == keys | {"decoder_block": "qwen2"}
+
+
 @pytest.mark.hf
 @pytest.mark.slow
 @pytest.mark.skipif(
   not (find_spec("torch") and find_spec("transformers")),
   reason="needs torch and transformers: pip install -e .[hf]",
 )
-@every_nested
-def test_logits_of_text_are_those_of_the_larger_model(model_type, tmp_path, monkeypatch):
+@pytest.mark.parametrize("larger", LARGER_MODELS)
+def test_logits_of_text_are_those_of_the_larger_model(larger, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(FIXTURES.parents[2] / "tools" / "fixtures")
   sys.modules.pop("hf_parity", None)
   import hf_parity
   import torch
 
-  assert hf_parity.LARGER[NESTED[model_type]] == model_type
-  model = hf_parity.build(NESTED[model_type], seed=0)
+  assert hf_parity.LARGER[larger] in LARGER_MODELS[larger].families
+  model = hf_parity.build(larger, seed=0)
   model.save_pretrained(tmp_path / "larger")
   with torch.no_grad():
     expected = model(input_ids=torch.tensor(TOKENS_BT).long(), use_cache=False).logits.numpy()

@@ -26,7 +26,13 @@ from maxlite.training.step_log import TOTAL_TOKENS
 ROOT = Path(__file__).resolve().parents[2]
 # Keys of runs that together write all metrics, except those of a teacher's run and of a replay.
 RUNS = {
-  "experts": {"decoder_block": "mixtral", "z_loss_multiplier": 1e-4, "mtp_num_layers": 1},
+  "experts": {
+    "decoder_block": "mixtral",
+    "z_loss_multiplier": 1e-4,
+    "mtp_num_layers": 1,
+    "qk_clip_threshold": 100,
+    "skip_step_on_spikes": True,
+  },
   "phases": {
     "decoder_block": "llama",
     "num_draft_heads": 2,

@@ -28,6 +28,7 @@ import transformers
 
 import maxlite
 from maxlite.hf.families import FAMILIES
+from maxlite.hf.text_model import LARGER_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / "configs" / "base.yml")
@@ -52,8 +53,7 @@ FAST = {"xla_backend_optimization_level": 0}
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
   parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "hf_commands")
-  nested = [family.nested_in for family in FAMILIES.values() if family.nested_in]
-  parser.add_argument("model_type", nargs="*", default=[*FAMILIES, *nested])
+  parser.add_argument("model_type", nargs="*", default=[*FAMILIES, *LARGER_MODELS])
   args = parser.parse_args()
   transformers.utils.logging.disable_progress_bar()
   args.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""ERNIE 4.5 MoE: Llama's layers with shared and routed experts, which a bias helps to choose."""
+"""ERNIE 4.5: Llama's layers with other rotary pairs.
+
+The larger ones have shared and routed experts, which a bias helps to choose.
+"""
 
 from collections.abc import Mapping
 
@@ -26,6 +29,30 @@ def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {"moe_layer_end_index": cfg.base_num_decoder_layers - 1}
 
 
+ERNIE4_5 = HfFamily(
+  "ernie4_5",
+  "Ernie4_5ForCausalLM",
+  "llama",
+  (*NORMS, *ATTENTION, *mlp("mlp", "mlp")),
+  DENSE_KEYS,
+  defaults={
+    "vocab_size": 103424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+  },
+  nullable=("num_key_value_heads", "head_dim"),
+  required={"use_bias": False},
+)
 ERNIE4_5_MOE = HfFamily(
   "ernie4_5_moe",
   "Ernie4_5_MoeForCausalLM",
@@ -83,4 +110,4 @@ ERNIE4_5_MOE = HfFamily(
     "num_nextn_predict_layers",
   ),
 )
-FAMILIES = (ERNIE4_5_MOE,)
+FAMILIES = (ERNIE4_5, ERNIE4_5_MOE)

@@ -300,6 +300,5 @@ GEMMA4 = HfFamily(
   rope_from_hf=_rope_from_hf,
   rope_to_hf=_rope_to_hf,
   extra_ignored=_unused_tensors,
-  nested_in="gemma4",
 )
 FAMILIES = (GEMMA4,)

@@ -1,15 +1,21 @@
-"""GLM-4.5, 4.6 and 4.7, GLM-4.5-Air, which has no QK-norm, and GLM-4.7-Flash."""
+"""GLM-4 and 4.1, and mixtures of experts: GLM-4.5 to 4.7, and GLM-4.7-Flash.
+
+GLM-4.5-Air has no QK-norm.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
 from maxlite.hf.family import (
+  ATTENTION,
   BLOCK,
   DENSE_KEYS,
   MTP_LAYER,
+  NORMS,
+  QKV_BIAS,
   HfFamily,
   Key,
   TensorRule,
@@ -17,6 +23,76 @@ from maxlite.hf.family import (
   mlp,
 )
 from maxlite.storage.json_values import Json, JsonObject
+
+FUSED_MLP = (
+  # Parameters of one tensor are concatenated along its rows.
+  TensorRule("mlp/wi_0/kernel", "mlp.gate_up_proj.weight", "d f -> f d"),
+  TensorRule("mlp/wi_1/kernel", "mlp.gate_up_proj.weight", "d f -> f d"),
+  TensorRule("mlp/wo/kernel", "mlp.down_proj.weight", "f d -> d f"),
+)
+_ROTATED = (
+  "attention/query/kernel",
+  "attention/query/bias",
+  "attention/key/kernel",
+  "attention/key/bias",
+)
+
+
+def _attention(cfg: ModelConfig) -> Sequence[TensorRule]:
+  """Return rules of attention; rotated channels are pairs (2c, 2c + 1), and halves of them here."""
+  num_rotated = int(cfg.head_dim * cfg.rope.partial_rotary_factor)
+  rules = []
+  for rule in (*ATTENTION, *QKV_BIAS):
+    axes = rule.axes
+    if rule.ours in _ROTATED:
+      axes = axes.replace("(h c)", f"(h c*{num_rotated})")
+    rules.append(dataclasses.replace(rule, axes=axes))
+  return rules
+
+
+def _partial_rotary_to_hf(cfg: ModelConfig) -> JsonObject:
+  return {"partial_rotary_factor": cfg.rope.partial_rotary_factor}
+
+
+GLM = HfFamily(
+  "glm",
+  "GlmForCausalLM",
+  "qwen2",
+  (*NORMS, *FUSED_MLP),
+  DENSE_KEYS,
+  defaults={
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 0.00000015625,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+  },
+  attention_bias=True,
+  partial_rotary=True,
+  extra_block=_attention,
+  extra_to_hf=_partial_rotary_to_hf,
+)
+GLM4 = dataclasses.replace(
+  GLM,
+  model_type="glm4",
+  architecture="Glm4ForCausalLM",
+  decoder_block="glm4",
+  block=(
+    *NORMS,
+    TensorRule("attention_post_norm/scale", "post_self_attn_layernorm.weight", "d -> d"),
+    TensorRule("mlp_post_norm/scale", "post_mlp_layernorm.weight", "d -> d"),
+    *FUSED_MLP,
+  ),
+)
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
@@ -151,4 +227,4 @@ GLM4_MOE_LITE = dataclasses.replace(
   extra_from_hf=_lite_from_hf,
   extra_to_hf=_lite_to_hf,
 )
-FAMILIES = (GLM4_MOE, GLM4_MOE_LITE)
+FAMILIES = (GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE)

@@ -1,11 +1,22 @@
-"""Granite 3 MoE: layers of Mixtral, with multipliers at four places."""
+"""Granite 3: layers of Llama or Mixtral, with multipliers at four places."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
-from maxlite.hf.family import ATTENTION, MOE_KEYS, NORMS, HfFamily, Key, TensorRule, fused_experts
+from maxlite.hf.families.llama import LLAMA
+from maxlite.hf.family import (
+  ATTENTION,
+  DENSE_KEYS,
+  MOE_KEYS,
+  NORMS,
+  HfFamily,
+  Key,
+  TensorRule,
+  fused_experts,
+)
 from maxlite.storage.json_values import Json, JsonObject
 
 RULES = (
@@ -14,6 +25,12 @@ RULES = (
     ("moe/wi_0", "moe/wi_1"), "block_sparse_moe.input_linear.weight", "g e d f -> e (g f) d"
   ),
   TensorRule("moe/wo", "block_sparse_moe.output_linear.weight", "e f d -> e d f"),
+)
+
+MULTIPLIERS = (
+  Key("embedding_multiplier", "embedding_multiplier"),
+  Key("residual_multiplier", "residual_multiplier"),
+  Key("logits_scaling", "logits_scaling"),
 )
 
 
@@ -36,6 +53,34 @@ def _to_hf(cfg: ModelConfig) -> JsonObject:
   return {"attention_multiplier": float(scalar) ** -0.5}
 
 
+_DEFAULTS = {
+  "vocab_size": 32000,
+  "hidden_size": 4096,
+  "intermediate_size": 11008,
+  "num_hidden_layers": 32,
+  "num_attention_heads": 32,
+  "num_key_value_heads": None,
+  "hidden_act": "silu",
+  "max_position_embeddings": 2048,
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10_000.0,
+  "tie_word_embeddings": False,
+  "attention_bias": False,
+  "embedding_multiplier": 1.0,
+  "logits_scaling": 1.0,
+  "residual_multiplier": 1.0,
+  "attention_multiplier": 1.0,
+}
+GRANITE = dataclasses.replace(
+  LLAMA,
+  model_type="granite",
+  architecture="GraniteForCausalLM",
+  keys=(*DENSE_KEYS, *MULTIPLIERS),
+  defaults=_DEFAULTS | {"mlp_bias": False},
+  nullable=("num_key_value_heads",),
+  extra_from_hf=_from_hf,
+  extra_to_hf=_to_hf,
+)
 GRANITEMOE = HfFamily(
   "granitemoe",
   "GraniteMoeForCausalLM",
@@ -44,28 +89,11 @@ GRANITEMOE = HfFamily(
   (
     *MOE_KEYS,
     Key("num_experts", "num_local_experts"),
-    Key("embedding_multiplier", "embedding_multiplier"),
-    Key("residual_multiplier", "residual_multiplier"),
-    Key("logits_scaling", "logits_scaling"),
+    *MULTIPLIERS,
   ),
   ours={"router": "softmax_topk", "norm_topk_prob": True},
-  defaults={
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
+  defaults=_DEFAULTS
+  | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
   },
@@ -75,4 +103,4 @@ GRANITEMOE = HfFamily(
   extra_to_hf=_to_hf,
   peft_experts=fused_experts("block_sparse_moe.experts"),
 )
-FAMILIES = (GRANITEMOE,)
+FAMILIES = (GRANITE, GRANITEMOE)

@@ -1,4 +1,7 @@
-"""Mistral Small 4: DeepSeek's latent attention with queries scaled by position, and experts."""
+"""Ministral 3 and Mistral Small 4: queries are scaled by position, with yarn.
+
+Ministral 3 has the layers of Mistral, Mistral Small 4 latent attention of DeepSeek and experts.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +10,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import KEYS, LATENT_ATTENTION, V3
+from maxlite.hf.families.llama import MISTRAL
 from maxlite.hf.family import NORMS, Key, TensorRule, fused_experts, mlp
 from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf, rope_values
 from maxlite.storage.json_values import Json, JsonObject
@@ -19,19 +23,11 @@ EXPERTS = (
 )
 
 
-def _rope_from_hf(hf: ConfigJson) -> JsonObject:
+def _scaled_yarn(name: str, rope: JsonObject, hf: ConfigJson) -> JsonObject:
   """Return our keys of yarn, and of the factor of queries."""
-  name, rope = rope_values(hf)
   beta = rope.pop(BETA, None)
   if beta is None:
     raise KeyError(f"{name}.{BETA}")
-  # The rotated channels are a share of all channels of a head there, and an own number here.
-  share = hf["qk_rope_head_dim"] / _head_dim(hf["qk_nope_head_dim"], hf["qk_rope_head_dim"])
-  given = rope.pop(SHARE, share if name == "rope_parameters" else 1.0)
-  if given != share:
-    raise UserError(
-      f"config.json has {name}.{SHARE}={given}, but its channels imply {share}: write that number"
-    )
   rope.pop("max_position_embeddings", None)  # without effect
   keys = read_rope(rope, hf, name)
   if keys["rope_type"] != "yarn":
@@ -42,15 +38,37 @@ def _rope_from_hf(hf: ConfigJson) -> JsonObject:
   return keys | {"query_scaling_beta": float(beta)}
 
 
-def _rope_to_hf(cfg: ModelConfig) -> JsonObject:
+def _scaled_yarn_to_hf(cfg: ModelConfig) -> JsonObject:
   keys = rope_to_hf(cfg)
   rope = dict_of(ConfigJson(keys, {}), "rope_parameters")
   rope[BETA] = cfg.rope.query_scaling_beta
-  rope[SHARE] = cfg.mla.qk_rope_head_dim / _head_dim(
-    cfg.mla.qk_nope_head_dim, cfg.mla.qk_rope_head_dim
-  )
   keys.pop("rope_scaling", None)
   return keys | {"rope_parameters": rope}
+
+
+def _ministral3_rope(hf: ConfigJson) -> JsonObject:
+  name, rope = rope_values(hf)
+  return _scaled_yarn(name, rope, hf)
+
+
+def _rope_from_hf(hf: ConfigJson) -> JsonObject:
+  name, rope = rope_values(hf)
+  # The rotated channels are a share of all channels of a head there, and an own number here.
+  share = hf["qk_rope_head_dim"] / _head_dim(hf["qk_nope_head_dim"], hf["qk_rope_head_dim"])
+  given = rope.pop(SHARE, share if name == "rope_parameters" else 1.0)
+  if given != share:
+    raise UserError(
+      f"config.json has {name}.{SHARE}={given}, but its channels imply {share}: write that number"
+    )
+  return _scaled_yarn(name, rope, hf)
+
+
+def _rope_to_hf(cfg: ModelConfig) -> JsonObject:
+  keys = _scaled_yarn_to_hf(cfg)
+  keys["rope_parameters"][SHARE] = cfg.mla.qk_rope_head_dim / _head_dim(
+    cfg.mla.qk_nope_head_dim, cfg.mla.qk_rope_head_dim
+  )
+  return keys
 
 
 def _head_dim(qk_nope_head_dim: int, qk_rope_head_dim: int) -> int:
@@ -135,4 +153,38 @@ MISTRAL4 = dataclasses.replace(
   mtp=None,
   unread=(),
 )
-FAMILIES = (MISTRAL4,)
+MINISTRAL3 = dataclasses.replace(
+  MISTRAL,
+  model_type="ministral3",
+  architecture="Ministral3ForCausalLM",
+  defaults={
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "rope_parameters": {
+      "type": "yarn",
+      "rope_theta": 1e6,
+      "factor": 16.0,
+      "original_max_position_embeddings": 16384,
+      "beta_fast": 32.0,
+      "beta_slow": 1.0,
+      "mscale_all_dim": 1.0,
+      "mscale": 1.0,
+      BETA: 0.1,
+    },
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+  },
+  nullable=("sliding_window",),
+  rope_from_hf=_ministral3_rope,
+  rope_to_hf=_scaled_yarn_to_hf,
+)
+FAMILIES = (MISTRAL4, MINISTRAL3)

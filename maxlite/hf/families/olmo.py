@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, whose norms are after attention and MLP only."""
+"""OLMo 2 and 3 and FlexOlmo, whose norms are after attention and MLP or experts only."""
 
 import dataclasses
 
@@ -6,10 +6,14 @@ from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.family import (
   ATTENTION,
   DENSE_KEYS,
+  MOE_KEYS,
+  NORM_TOPK_PROB,
   QK_NORM,
   SLIDING_WINDOW,
   HfFamily,
+  Key,
   TensorRule,
+  experts,
   mlp,
 )
 from maxlite.hf.hf_rope import layered_rope_from_hf, layered_rope_to_hf
@@ -67,4 +71,32 @@ OLMO3 = dataclasses.replace(
   rope_from_hf=_olmo3_rope,
   rope_to_hf=layered_rope_to_hf,
 )
-FAMILIES = (OLMO2, OLMO3)
+FLEX_OLMO = dataclasses.replace(
+  OLMO2,
+  model_type="flex_olmo",
+  architecture="FlexOlmoForCausalLM",
+  decoder_block="flex_olmo",
+  block=(
+    *BLOCK,
+    *experts("mlp"),
+    TensorRule("moe_post_norm/scale", "post_feedforward_layernorm.weight", "d -> d"),
+  ),
+  keys=(
+    *MOE_KEYS,
+    Key("num_experts", "num_experts", alias="num_local_experts"),
+    NORM_TOPK_PROB,
+  ),
+  ours={"router": "topk_softmax"},
+  defaults=_DEFAULTS
+  | {
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500_000.0,
+    "num_experts_per_tok": 5,
+    "num_experts": 7,
+    "norm_topk_prob": False,
+  },
+  aux_loss_key="router_aux_loss_coef",
+)
+FAMILIES = (OLMO2, OLMO3, FLEX_OLMO)

@@ -238,7 +238,6 @@ QWEN3_5 = HfFamily(
   extra_to_hf=_to_hf,
   required={"mtp_use_dedicated_embeddings": False, "attn_output_gate": True},
   mtp=dataclasses.replace(_MTP, key="mtp_num_hidden_layers"),
-  nested_in="qwen3_5",
   unread=("mlp_only_layers", "mamba_ssm_dtype"),  # all layers have an MLP; the state is float32
 )
 QWEN3_5_MOE = dataclasses.replace(
@@ -260,7 +259,6 @@ QWEN3_5_MOE = dataclasses.replace(
   aux_loss_key="router_aux_loss_coef",
   extra_from_hf=_mixture_from_hf,
   extra_to_hf=_mixture_to_hf,
-  nested_in="qwen3_5_moe",
   alternatives=FUSED_EXPERTS,
   peft_experts=FUSED_EXPERTS,
   unread=("intermediate_size", "mamba_ssm_dtype"),
