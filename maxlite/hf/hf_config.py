@@ -36,7 +36,8 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   values = read_config(directory)
   file = directory / CONFIG
   quantization = values.get("quantization_config")
-  is_part = values.get("model_type") in LARGER_MODELS
+  # A text, which a damaged file may not have here.
+  is_part = str(values.get("model_type")) in LARGER_MODELS
   family, values = _family_of(values, file)
   if quantization:
     _require_readable(quantization, family, file)
@@ -113,7 +114,7 @@ def _named_as_there(names: Mapping[str, str]) -> Iterator[None]:
 def _family_of(values: JsonObject, file: Path) -> tuple[HfFamily, JsonObject]:
   """Return (family, config.json that it reads: of the text model of a larger one)."""
   model_type = values.get("model_type")
-  if model_type in LARGER_MODELS:
+  if str(model_type) in LARGER_MODELS:
     values = text_values(values, file)
     return FAMILIES[values["model_type"]], values
   if str(model_type) not in FAMILIES:
