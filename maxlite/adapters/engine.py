@@ -331,10 +331,10 @@ class AdapterEngine:
       return jnp.take_along_axis(jax.nn.log_softmax(logits_tV), targets_tK, axis=1)
 
     size = min(_LOGITS_POSITIONS, len(row.tokens_T))
-    divide = lambda leaf: leaf.reshape(-1, size, leaf.shape[1])  # noqa: E731
-    log_prob_NtK = jax.lax.map(
-      lambda chunk: log_probs(*chunk), (divide(x_TD), divide(row.targets_TK))
+    chunks = jax.tree.map(
+      lambda leaf: leaf.reshape(-1, size, leaf.shape[1]), (x_TD, row.targets_TK)
     )
+    log_prob_NtK = jax.lax.map(lambda chunk: log_probs(*chunk), chunks)
     log_prob_TK = log_prob_NtK.reshape(row.targets_TK.shape)
     log_prob_TK = jnp.where(segment_T[:, None] > 0, log_prob_TK, 0)
     return loss_of_row(row.loss, log_prob_TK, row.inputs), log_prob_TK

@@ -1,7 +1,6 @@
 """`maxlite.tinker`: serve a run as the base of adapters, for the official Tinker client."""
 
 import contextlib
-import functools
 import socket
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from maxlite.data.tokenizer import Tokenizer
 from maxlite.errors import UserError, exit_on_user_error, write_line
 from maxlite.inference.prompts import open_text_tokenizer
 from maxlite.inference.server.address import (
-  API_KEY_VARIABLE,
   allowed_hosts,
-  is_loopback,
   read_api_key,
   url_host,
+  warn_if_open,
 )
 from maxlite.registry import SOURCES
 from maxlite.runs.open_run import open_trained
@@ -25,7 +23,7 @@ from maxlite.tinker.store import Store
 from maxlite.tinker.worker import Worker
 
 _DATABASE = "tinker.sqlite"
-_EXTRA_CONNECTIONS = 4096  # a client holds one open for every future that it waits for
+_MAX_CONNECTIONS = 4096  # a client holds one open for every future that it waits for
 
 
 def run_serving(cfg: Config, listening: socket.socket) -> int:
@@ -34,7 +32,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     try:
       import uvicorn
 
-      from maxlite.inference.server.http_server import TimedProtocol
+      from maxlite.inference.server.http_server import server_config
       from maxlite.tinker.http_api import Api
     except ImportError as error:
       raise UserError(
@@ -56,11 +54,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     )
   host = cfg.serve.serve_host
   api_key = read_api_key(cfg.serve)
-  if not api_key and not is_loopback(host):
-    write_line(
-      f"warning: serve_host={host} lets other machines use this server without a key: set "
-      f"serve_api_key or {API_KEY_VARIABLE}"
-    )
+  warn_if_open(host, api_key)
   sampler = Sampler(
     engine,
     program.sharder,
@@ -80,16 +74,11 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     tokenizer_id=_tokenizer_id(cfg, tokenizer),
     api_key=api_key,
   )
-  protocol = functools.partial(
-    TimedProtocol, max_per_address=cfg.serve.serve_connections_per_address
-  )
   server = uvicorn.Server(
-    uvicorn.Config(
+    server_config(
       api.build_app(allowed_hosts(host)),
-      http=protocol,  # type: ignore[arg-type]
-      lifespan="off",
-      limit_concurrency=_EXTRA_CONNECTIONS,
-      timeout_graceful_shutdown=1,
+      max_connections=_MAX_CONNECTIONS,
+      max_per_address=cfg.serve.serve_connections_per_address,
       log_level="warning",
     )
   )

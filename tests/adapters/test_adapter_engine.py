@@ -142,11 +142,10 @@ def test_losses_and_gradients_equal_those_of_the_formulas_on_the_merged_model(en
   spec = AdapterSpec(rank=2, seed=4)
   state = engine.new_adapter(spec)
   rng = np.random.default_rng(0)
-  in_rank = lambda path, leaf: engine_rank_mask(engine, path, leaf.shape, spec.rank)  # noqa: E731
-  factors = {
-    path: np.float32(rng.normal(size=leaf.shape) / 4 * in_rank(path, leaf))
-    for path, leaf in state.factors.items()
-  }
+  factors = {}
+  for path, leaf in state.factors.items():
+    mask = rank_mask(path, leaf.shape, spec.rank)
+    factors[path] = np.float32(rng.normal(size=leaf.shape) / 4 * mask)
   state = state.replace(factors=factors)
   datum = datum_of(8, loss, length=9, **({"beta": 0.3} if loss == "dro" else {}))
   engine.join(0, state)
@@ -163,12 +162,12 @@ def test_losses_and_gradients_equal_those_of_the_formulas_on_the_merged_model(en
   np.testing.assert_allclose(result.loss, want, rtol=1e-4, atol=1e-4)
   got = engine.read(0).gradients
   for path, leaf in gradient.items():
-    mask = in_rank(path, leaf)
+    mask = rank_mask(path, leaf.shape, spec.rank)
     np.testing.assert_allclose(got[path] * mask, leaf * mask, rtol=2e-3, atol=2e-4, err_msg=path)
     assert not np.any(got[path] * (1 - mask)), f"{path}: beyond the rank"
 
 
-def engine_rank_mask(engine, path, shape, rank):
+def rank_mask(path, shape, rank):
   """1 within the rank, 0 beyond; the axis of ranks is the last of `lora_a`, else of known place."""
   axis = len(shape) - 1 if "lora_a" in path else int(path[0] == "layers")
   sides = [1] * len(shape)
@@ -216,7 +215,7 @@ def test_a_new_adapter_equals_the_base_and_stays_within_its_rank_and_parts(engin
     engine.update(0, STEP)
   changed = engine.leave(0)
   for path, leaf in changed.factors.items():
-    mask = engine_rank_mask(engine, path, leaf.shape, 3)
+    mask = rank_mask(path, leaf.shape, 3)
     assert not np.any(leaf * (1 - mask)), path
     assert np.any(leaf) == ("attention" in path), path
 

@@ -167,6 +167,12 @@ def test_a_first_shard_without_held_out_documents_is_refused(tmp_path):
     opened(config(tmp_path, tokenization_shard_bytes=1), tmp_path / "cache")
 
 
+def test_text_that_is_all_held_out_is_refused(tmp_path):
+  write_texts(tmp_path, num_documents=3)
+  with pytest.raises(UserError, match=r"nothing is left to train on .*lower eval_fraction"):
+    opened(config(tmp_path, eval_fraction=0.999), tmp_path / "cache")
+
+
 def test_a_damaged_shard_is_named(tmp_path):
   write_texts(tmp_path)
   cfg = config(tmp_path)

@@ -158,9 +158,16 @@ def _sharded_source(
   shards.write_first()
   first = dataclasses.replace(shards.open(0), files=f"read {count_suffixes([*files, *eval_files])}")
   row_length = cfg.max_target_length
+  train = ShardRows(shards, cfg)
+  rows, _ = train.open(0)
+  if not len(rows):  # a shard ends with training text, so the others have none either
+    raise UserError(
+      f"nothing is left to train on ({_summary(first, 'documents')}): lower eval_fraction, or add "
+      "files to dataset_path"
+    )
   return _source(
     first,
-    train=ShardRows(shards, cfg),
+    train=train,
     held_out=PackedDocuments(first.eval, row_length, None),
     documents=DocumentWindows(first.eval, row_length),
     num_bytes_V=tokenizer.num_bytes_V,

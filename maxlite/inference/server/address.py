@@ -6,7 +6,7 @@ import socket
 
 from maxlite.config.rules.path_rules import is_header_text
 from maxlite.config.schema import ServeConfig
-from maxlite.errors import UserError
+from maxlite.errors import UserError, write_line
 
 API_KEY_VARIABLE = "MAXLITE_SERVE_API_KEY"
 
@@ -26,6 +26,15 @@ def read_api_key(cfg: ServeConfig) -> str:
       "without spaces"
     )
   return api_key
+
+
+def warn_if_open(host: str, api_key: str) -> None:
+  """Warn of a server that other machines can use without a key."""
+  if not api_key and not is_loopback(host):
+    write_line(
+      f"warning: serve_host={host} lets other machines use this server without a key: set "
+      f"serve_api_key or {API_KEY_VARIABLE}"
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -109,28 +109,38 @@ def _network(host: str) -> str:
   return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
 
 
+def server_config(
+  app: Starlette, *, max_connections: int, max_per_address: int = 0, **options: Any
+) -> uvicorn.Config:
+  """The limits of a server of `app`.
+
+  Args:
+    max_connections: of all clients; more are answered with 503.
+    max_per_address: connections of one address; 0: any number.
+    **options: further arguments of `uvicorn.Config`.
+  """
+  protocol: Any = functools.partial(TimedProtocol, max_per_address=max_per_address)
+  return uvicorn.Config(
+    app,
+    http=protocol,
+    lifespan="off",
+    limit_concurrency=max_connections,
+    timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    **options,
+  )
+
+
 class HttpServer(uvicorn.Server):
   """Serves `app`, which uses `engine_thread`, until interrupted.
 
   Args:
-    max_per_address: connections of one address; 0: any number.
-    **options: further arguments of `uvicorn.Config`.
+    **options: further arguments of `server_config`.
   """
 
-  def __init__(
-    self, app: Starlette, engine_thread: EngineThread, *, max_per_address: int = 0, **options: Any
-  ) -> None:
+  def __init__(self, app: Starlette, engine_thread: EngineThread, **options: Any) -> None:
     self._engine_thread = engine_thread
-    protocol: Any = functools.partial(TimedProtocol, max_per_address=max_per_address)
-    config = uvicorn.Config(
-      app,
-      http=protocol,
-      lifespan="off",
-      limit_concurrency=engine_thread.max_active + _EXTRA_CONNECTIONS,
-      timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-      **options,
-    )
-    super().__init__(config)
+    max_connections = engine_thread.max_active + _EXTRA_CONNECTIONS
+    super().__init__(server_config(app, max_connections=max_connections, **options))
 
   async def on_tick(self, counter: int) -> bool:
     """Return whether the server ends: after an interrupt, or without a program to run."""

@@ -11,11 +11,10 @@ from maxlite.inference.batcher import Batcher
 from maxlite.inference.generation import build_engine
 from maxlite.inference.prompts import open_text_tokenizer
 from maxlite.inference.server.address import (
-  API_KEY_VARIABLE,
   allowed_hosts,
-  is_loopback,
   read_api_key,
   url_host,
+  warn_if_open,
 )
 from maxlite.inference.server.engine_thread import EngineThread
 from maxlite.runs.open_run import open_trained
@@ -53,11 +52,7 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
     )
   host = cfg.serve.serve_host
   api_key = read_api_key(cfg.serve)
-  if not api_key and not is_loopback(host):
-    write_line(
-      f"warning: serve_host={host} lets other machines use this server without a key: set "
-      f"serve_api_key or {API_KEY_VARIABLE}"
-    )
+  warn_if_open(host, api_key)
   url = f"http://{url_host(host)}:{listening.getsockname()[1]}/"
 
   def report_ready() -> None:
