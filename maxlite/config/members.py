@@ -51,6 +51,7 @@ def members_of(cfg: Config) -> tuple[MemberConfig, ...]:
   _check_settings(raws)
   members = tuple(_member(cfg, index, raw) for index, raw in enumerate(raws))
   _require_different(members, raws)
+  _require_equal_steps(cfg, members, raws)
   return members
 
 
@@ -144,7 +145,7 @@ def _preset(raw: _RawMember) -> list[Setting]:
   chosen = [setting for setting in raw.settings if setting.name == "model_name"]
   if not chosen:
     return []
-  allowed = MEMBER_KEYS - set(EXECUTION_KEYS)
+  allowed = MEMBER_KEYS - {"steps", *EXECUTION_KEYS}
   return [setting for setting in read_preset(chosen[-1]) if setting.name in allowed]
 
 
@@ -180,3 +181,18 @@ def _require_different(members: Sequence[MemberConfig], raws: Sequence[_RawMembe
         "them different init_weights_seed"
       )
     by_overrides[overrides] = raw
+
+
+def _require_equal_steps(
+  cfg: Config, members: Sequence[MemberConfig], raws: Sequence[_RawMember]
+) -> None:
+  """Raise UserError if members that are compared during training end at other steps."""
+  for key in ("asha_reduction_factor", "pbt_period"):
+    if not getattr(cfg.ensemble, key):
+      continue
+    for member, raw in zip(members, raws, strict=True):
+      if member.config.run.steps != cfg.run.steps:
+        raise raw.error(
+          f"steps={member.config.run.steps} with {key}={getattr(cfg.ensemble, key)}, which "
+          f"compares members at equal steps; write {key}=0, or steps outside of members"
+        )

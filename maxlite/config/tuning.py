@@ -52,7 +52,7 @@ def search_of(raw: FrozenMapping) -> Search:
 
 def _dimension(setting: Setting) -> Dimension:
   draw = draw_rule(setting)
-  if setting.name not in MEMBER_KEYS:
+  if setting.name not in MEMBER_KEYS - {"steps"}:  # losses at other steps do not compare
     raise setting.error("is shared by all members; set it once, outside of search")
   num_choices = 0
   if isinstance(setting.raw, FrozenMapping):

@@ -48,7 +48,7 @@ MEMBER_MISTAKES = {
     "is also set by seeds; remove one",
   ),
   ("sweep={grid: {}}",): ("sweep: grid={}", "has no keys"),
-  ("sweep={grid: {steps: [1, 2]}}",): ("sweep.grid: steps=1", "is shared"),
+  ("sweep={grid: {log_period: [1, 2]}}",): ("sweep.grid: log_period=1", "is shared"),
   ("sweep={grid: {stepz: [1, 2]}}",): ("sweep.grid: stepz=[1, 2]", "steps?"),
   ("sweep={grid: {head_dim: 8}}",): ("sweep.grid: head_dim=8", "[value, value]"),
   ("sweep={grid: {head_dim: [x]}}",): ("sweep.grid: head_dim=x", "a whole number"),

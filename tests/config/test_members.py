@@ -164,7 +164,9 @@ def test_shared_keys_in_members_are_an_error():
 def test_keys_that_determine_batches_are_shared():
   assert MEMBER_KEYS.isdisjoint(flatten(MeshConfig()))
   assert MEMBER_KEYS & flatten(DataConfig()).keys() == {"data_shuffle_seed", "data_sampling"}
-  assert MEMBER_KEYS & flatten(RunConfig()).keys() == {"init_weights_seed", "model_name"}
+  assert MEMBER_KEYS & flatten(RunConfig()).keys() == {
+    *("init_weights_seed", "model_name", "steps")
+  }
   assert flatten(ModelConfig()).keys() - MEMBER_KEYS == {"vocab_size"}
   assert flatten(OptimizerConfig()).keys() - MEMBER_KEYS == {"pbt_hyperparameters"}
   of_other_models = {*TEACHER_KEYS, *PREFERENCE_KEYS, *REFERENCE_KEYS, *POLICY_KEYS}

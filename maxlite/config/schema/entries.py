@@ -125,7 +125,7 @@ class MemberEntry:
   """A member of an ensemble: what distinguishes it from the others."""
 
   name: str = field("", "Name of its folder; by default m00, m01 and so on.")
-  run: RunConfig = inherit(RunConfig(), ["init_weights_seed", "model_name"])
+  run: RunConfig = inherit(RunConfig(), ["init_weights_seed", "model_name", "steps"])
   model: ModelConfig = inherit(ModelConfig(), _keys(ModelConfig(), ["vocab_size"]))
   data: DataConfig = inherit(DataConfig(), ["data_shuffle_seed", "data_sampling"])
   optimizer: OptimizerConfig = inherit(

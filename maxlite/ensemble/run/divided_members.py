@@ -45,10 +45,10 @@ def members_of_process(
 
 
 def member_costs(members: Sequence[MemberRun]) -> list[float]:
-  """The active parameters of every member."""
+  """The active parameters of every member, times its steps."""
   costs = []
   for member in members:
     model = member.config.model
     num_active = active_parameter_count(parameter_sizes(model), model)
-    costs.append(float(num_active))
+    costs.append(float(num_active) * member.config.run.steps)
   return costs

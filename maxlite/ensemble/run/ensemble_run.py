@@ -3,9 +3,11 @@
 On disk there are only members, each in a folder like that of its solo run. So any strategy can
 resume what another one saved, and members can be added or removed between two starts. A member that
 is new trains first, up to the others. Members that trained together resume from a step that all
-have, see common_step.py.
+have, see common_step.py. Members with other `steps` train one set after another, the shortest
+first: no program has members that wait for the others, or is compiled again when some have ended.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -69,6 +71,8 @@ def train_ensemble(
   batch_size: int = 0,
   last_step: int = 0,
   peers: SeparateProcesses | None = None,
+  *,
+  combines: bool = True,
 ) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
@@ -76,7 +80,8 @@ def train_ensemble(
     cfg: the config of the ensemble.
     names: the names of the members that a worker process trains; empty: all.
     batch_size: rows of a batch; 0: those of a run on all devices.
-    last_step: the step at which the members pause; 0: the last one of the run.
+    last_step: the step at which the members pause; 0: each at its own last one.
+    combines: whether the combined predictions of the members are scored at the end.
     peers: the other processes, if this process trains its part of the members. Process 0 writes
       the leaderboard.
 
@@ -99,7 +104,7 @@ def train_ensemble(
     cfg,
     names,
     batch_size or global_batch_size(cfg.data, num_devices),
-    last_step or cfg.run.steps,
+    last_step,
     console,
     peers,
   )
@@ -121,7 +126,7 @@ def train_ensemble(
       (folder.directory / LEADERBOARD).unlink(missing_ok=True)
   exit_code = run.train()
   if is_owner and exit_code == 0:
-    _finalize(run)
+    _finalize(run, combines=combines)
   run.close()
   folder.unlock()
   return max(_gather(exit_code, peers))
@@ -140,9 +145,9 @@ def _gather(value: Json, peers: SeparateProcesses | None) -> list[Json]:
   return peers.all_gather(value)
 
 
-def _finalize(run: "EnsembleRun") -> None:
+def _finalize(run: "EnsembleRun", *, combines: bool) -> None:
   """Score the combinations of the members, and write the results in process 0."""
-  scores = run.score_combinations()
+  scores = run.score_combinations() if combines else {}
   if jax.process_index() != 0:
     return
   from maxlite.ensemble.run.finalize import finalize  # its plots are slow to import
@@ -169,7 +174,7 @@ class EnsembleRun:
       cfg: the config of the ensemble.
       names: the names of the members to train; empty: all.
       batch_size: rows of a batch.
-      last_step: the step up to which they are trained.
+      last_step: the step up to which they are trained; 0: each to its own last one.
       console: prints the progress.
       peers: as in `train_ensemble`.
 
@@ -179,7 +184,7 @@ class EnsembleRun:
     self.cfg = cfg
     self.console = console
     self.batch_size = batch_size
-    self.last_step = last_step
+    self._pause_step = last_step
     self.devices = jax.devices()
     self._peers = peers
     self._is_worker = bool(names)
@@ -256,7 +261,7 @@ class EnsembleRun:
   def print_nothing_to_do(self) -> None:
     """Print that the run has ended before."""
     self.console.print(
-      f"{run_folder(self.cfg).place} is at step {self.last_step} with all its members: nothing to "
+      f"{run_folder(self.cfg).place} is at {self._describe_end()} with all its members: nothing to "
       "do. Give it more steps or members, or choose another run_name."
     )
 
@@ -273,12 +278,14 @@ class EnsembleRun:
       return self._train_in_other_processes()
     while not self.is_done:
       group, last_step = self._next_segment()
+      if self._has_other_ends(group):
+        self.console.print(f"{len(group)} members train up to step {self._end_of(group[0])}")
       result = train_members(self._trainer_of(group), last_step, self.console)
       self._apply_halving()
       if self._is_worker and all(member.diverged for member in group):
         continue  # a result of the members, which does not end the worker with an error
       if result.reason:
-        last = self.cfg.run.steps
+        last = group[0].config.run.steps
         self.console.print(f"{result.reason}; stopped after step {result.step} of {last}")
         return result.exit_code
     return 0
@@ -304,7 +311,7 @@ class EnsembleRun:
     """Score combinations of the members that completed all steps; empty without held-out data."""
     members = []
     for member in self.members:
-      if member.step >= self.cfg.run.steps and not member.diverged:
+      if member.step >= member.config.run.steps and not member.diverged:
         members.append(member)
     if self.source.eval is None or len(members) < 2:
       return {}
@@ -400,10 +407,10 @@ class EnsembleRun:
     names = [member.name for member in self._unfinished() if member in own]
     exit_code = 0
     if names:
-      exit_code = train_ensemble(self.cfg, names, self.batch_size, self.last_step)
+      exit_code = train_ensemble(self.cfg, names, self.batch_size, self._pause_step)
     with stop_on_signals() as stop:  # while the others train
       exit_codes = peers.all_gather(exit_code)
-    received = stop.after(self.last_step)
+    received = stop.after(max(self._end_of(member) for member in self.members))
     if received:
       return 128 + received
     return max(exit_codes)
@@ -414,7 +421,6 @@ class EnsembleRun:
       self.cfg,
       self.devices,
       self.batch_size,
-      self.last_step,
       self.console,
     )
     if self._asynchronous is not None:
@@ -422,10 +428,10 @@ class EnsembleRun:
     return workers.train(self._unfinished())
 
   def _unfinished(self) -> list[MemberRun]:
-    """The members that are neither at the last step nor stopped."""
+    """The members that are neither at their last step nor stopped."""
     unfinished = []
     for member in self.members:
-      has_ended = member.step >= self.last_step or bool(member.stop_status)
+      has_ended = member.step >= self._end_of(member) or bool(member.stop_status)
       if self._is_worker and member.state is not None and member.diverged:
         has_ended = True
       if not has_ended:
@@ -433,13 +439,33 @@ class EnsembleRun:
     return unfinished
 
   def _next_segment(self) -> tuple[list[MemberRun], int]:
-    """(the members that are furthest behind, the step up to which they train together)."""
+    """(the members that train next, the step up to which they train together).
+
+    Of the members that end first, those are next that are furthest behind.
+    """
     unfinished = self._unfinished()
-    first = min(member.step for member in unfinished)
-    group = [member for member in unfinished if member.step == first]
-    ends = [self.last_step, *self._rungs]
-    ends.extend(member.step for member in unfinished)
+    last_step = min(self._end_of(member) for member in unfinished)
+    alike = [member for member in unfinished if self._end_of(member) == last_step]
+    first = min(member.step for member in alike)
+    group = [member for member in alike if member.step == first]
+    ends = [last_step, *self._rungs]
+    ends.extend(member.step for member in alike)
     return group, min(end for end in ends if end > first)
+
+  def _end_of(self, member: MemberRun) -> int:
+    """The step up to which this process trains the member."""
+    return self._pause_step or member.config.run.steps
+
+  def _has_other_ends(self, group: Sequence[MemberRun]) -> bool:
+    """Whether members of the run end at other steps than those of `group`."""
+    return any(self._end_of(member) != self._end_of(group[0]) for member in self.members)
+
+  def _describe_end(self) -> str:
+    """The step, or the steps, at which the members end."""
+    ends = sorted({self._end_of(member) for member in self.members})
+    if len(ends) == 1:
+      return f"step {ends[0]}"
+    return f"steps {ends[0]} to {ends[-1]}"
 
   def _apply_halving(self) -> None:
     """Stop the members that ASHA does not promote."""
@@ -496,8 +522,9 @@ class EnsembleRun:
         self.cfg.ensemble.ensemble_memory_gb,
         remedy=remedy,
       )
+    run = dataclasses.replace(self.cfg.run, steps=group[0].config.run.steps)
     return EnsembleTrainer(
-      cfg=self.cfg,
+      cfg=dataclasses.replace(self.cfg, run=run),
       plan=plan,
       engine=engine,
       runs=list(group),

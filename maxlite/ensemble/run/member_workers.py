@@ -27,33 +27,31 @@ MAX_RESTARTS = 3  # the number of times that a worker process that dies is start
 
 
 class MemberWorkers:
-  """The worker processes that train the members of an ensemble, up to one step."""
+  """The worker processes that train the members of an ensemble."""
 
   def __init__(
     self,
     cfg: Config,
     devices: Sequence[jax.Device],
     batch_size: int,
-    last_step: int,
     console: Console,
   ):
     self._cfg = cfg
     self._devices = devices
     self._batch_size = batch_size
-    self._last_step = last_step
     self._console = console
     self._folder = run_folder(cfg).directory.absolute()
 
   def train(self, members: Sequence[MemberRun]) -> int:
-    """Train these members, each in one of the workers; return the exit code."""
+    """Train these members to their ends, each in a worker; return the exit code."""
     assignments = self._assign(members)
     logs = self._logs(len(assignments))
     queues = []
     for assignment, log in zip(assignments, logs, strict=True):
       names = [members[z].name for z in assignment.members]
-      command = self._command(assignment, names, self._last_step, log)
+      command = self._command(assignment, names, 0, log)
       queues.append(_queue_of_one(command))
-    progress = WorkerProgress(members, logs, self._cfg.run.steps, self._console)
+    progress = WorkerProgress(members, logs, self._console)
     with progress.printed():
       return self._run(queues)
 
@@ -94,7 +92,7 @@ class MemberWorkers:
     last_step: int,
     log: Path,
   ) -> WorkerCommand:
-    """The command that trains the members of these names up to a step."""
+    """The command that trains the members of these names up to a step; 0: each to its end."""
     argv = [sys.executable, "-m", "maxlite.ensemble", "worker", str(self._folder)]
     argv.append(str(self._batch_size))
     argv.append(str(last_step))

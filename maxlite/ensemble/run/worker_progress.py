@@ -27,23 +27,21 @@ class WorkerProgress:
     self,
     members: Sequence[MemberRun],
     logs: Sequence[Path],
-    num_steps: int,
     console: Console,
   ):
     """
     Args:
       members: the members that the workers train.
       logs: the workers' logs.
-      num_steps: the last step of the run.
       console: prints the steps.
     """
     self._metrics = {member.name: NewLines(member.folder.metrics) for member in members}
     self._logs = [NewLines(log) for log in logs]
-    # By member, the last step that it has reached; infinity if it diverged.
+    # By member, the last step that it has reached; infinity if it ended or diverged.
     self._reached: dict[str, float] = {member.name: member.step for member in members}
     # By step and member, the rows that are not printed yet.
     self._rows: dict[int, JsonObject] = {}
-    self._num_steps = num_steps
+    self._ends = {member.name: member.config.run.steps for member in members}
     self._console = console
     # What takes time until the first step is printed, and since when.
     self._activity = f"{len(logs)} workers start and compile"
@@ -87,7 +85,7 @@ class WorkerProgress:
         for name, row in rows.items():
           self._console.print_row(row, member=name)
       else:
-        lines = describe_step(step, self._num_steps, slowest, rows)
+        lines = describe_step(step, max(self._ends.values()), slowest, rows)
         self._console.print(*lines, sep="\n")
       self._activity = ""
 
@@ -98,7 +96,7 @@ class WorkerProgress:
         row = parse_row(line) or {"step": 0}  # the reader of the file reports damage
         step = row["step"]
         if step > self._reached[name]:  # a restarted worker writes earlier rows again
-          self._reached[name] = step
+          self._reached[name] = math.inf if step >= self._ends[name] else step
           self._rows.setdefault(step, {})[name] = row
 
   def _read_divergences(self) -> None:

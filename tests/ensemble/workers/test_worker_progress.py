@@ -13,6 +13,11 @@ def row(step, loss):
   return {"step": step, "loss": loss, "step_seconds": 2.0}
 
 
+def member(name, folder, step, steps):
+  cfg = types.SimpleNamespace(run=types.SimpleNamespace(steps=steps))
+  return types.SimpleNamespace(name=name, folder=folder, step=step, config=cfg)
+
+
 def test_steps_are_printed_once_all_members_have_reached_them(tmp_path):
   folders = {name: types.SimpleNamespace(metrics=tmp_path / name) for name in "abc"}
   before = JsonlWriter(tmp_path / "a", 0)  # of an earlier start: steps up to 3 were saved
@@ -21,9 +26,9 @@ def test_steps_are_printed_once_all_members_have_reached_them(tmp_path):
   before.close()
   log = tmp_path / "log"
   log.write_text("c diverged by step 1: earlier start\n")
-  members = [types.SimpleNamespace(name=n, folder=f, step=3) for n, f in folders.items()]
+  members = [member(name, folder, 3, 100) for name, folder in folders.items()]
   out = io.StringIO()
-  progress = WorkerProgress(members, [log], 100, Console(file=out, width=200, soft_wrap=True))
+  progress = WorkerProgress(members, [log], Console(file=out, width=200, soft_wrap=True))
 
   def printed(**keywords):
     out.seek(out.truncate(0))
@@ -52,3 +57,17 @@ def test_steps_are_printed_once_all_members_have_reached_them(tmp_path):
   write("b", row(6, 0.25))
   assert printed() == []
   assert [line[:11] for line in printed(is_over=True)] == ["step 6/100 "]
+
+
+def test_a_member_at_its_end_does_not_hold_up_the_others(tmp_path):
+  folders = {name: types.SimpleNamespace(metrics=tmp_path / name) for name in "ab"}
+  members = [member("a", folders["a"], 0, 2), member("b", folders["b"], 0, 4)]
+  out = io.StringIO()
+  progress = WorkerProgress(members, [], Console(file=out, width=200, soft_wrap=True))
+  for name, last in (("a", 2), ("b", 3)):
+    writer = JsonlWriter(folders[name].metrics, 0)
+    for step in range(1, last + 1):
+      writer.write(row(step, 1.0))
+    writer.close()
+  progress.print_new()
+  assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/4", "step 2/4", "step 3/4"]
