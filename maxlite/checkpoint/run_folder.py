@@ -318,7 +318,7 @@ class RunFolder:
     if self.member_names() and was_ensemble and not is_ensemble:
       raise UserError(
         f"run folder {self.place} holds an ensemble, and this command trains a single run: choose "
-        "another run_name, or give the members, sweep or search of the ensemble"
+        "another run_name, or give the members, sweep, search or ladder of the ensemble"
       )
     is_run = self.metrics.exists() or self.model.exists()
     if is_run and is_ensemble and not was_ensemble:

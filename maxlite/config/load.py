@@ -9,6 +9,7 @@ from maxlite.config.command_line import CommandLine
 from maxlite.config.config_field import KeyValue
 from maxlite.config.eval_tasks import eval_tasks_of
 from maxlite.config.help_text import USAGE, help_text
+from maxlite.config.ladder import check_ladder
 from maxlite.config.maxtext.answers import answer_key
 from maxlite.config.members import members_of
 from maxlite.config.mixture import check_mixture
@@ -92,6 +93,7 @@ def validate(config: Config, sources: Mapping[str, str], *, needs_data: bool) ->
   check_mixture(config, needs_data=needs_data)
   members_of(config)  # raises on their mistakes, as the functions below
   check_tuning(config)
+  check_ladder(config)
   eval_tasks_of(config)
   check_phase_data(config, needs_data=needs_data)
   initial_phases_of(config)

@@ -204,9 +204,12 @@ _CONDITIONS = (
     "write diloco_sync_period=N",
   ),
   _Condition(
-    _keys_of(EnsembleConfig) - {"members", "sweep", "search"},
+    _keys_of(EnsembleConfig) - {"members", "sweep", "search", "ladder"},
     lambda cfg: cfg.ensemble.is_set,
-    "write members, sweep or search",
+    "write members, sweep, search or ladder",
+  ),
+  _Condition(
+    ["steps"], lambda cfg: not cfg.ensemble.ladder, "the budgets of ladder set the steps of members"
   ),
   _Condition(
     ["asha_min_steps"],

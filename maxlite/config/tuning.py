@@ -61,8 +61,10 @@ def _dimension(setting: Setting) -> Dimension:
 
 
 def with_members(cfg: Config, entries: Sequence[FrozenMapping]) -> Config:
-  """The config of an ensemble of the members that were proposed so far."""
-  ensemble = dataclasses.replace(cfg.ensemble, search=FrozenMapping(), members=tuple(entries))
+  """The config of an ensemble of members that a search proposed so far, or of a ladder."""
+  ensemble = dataclasses.replace(
+    cfg.ensemble, search=FrozenMapping(), ladder=FrozenMapping(), members=tuple(entries)
+  )
   return dataclasses.replace(cfg, ensemble=ensemble)
 
 

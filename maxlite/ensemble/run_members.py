@@ -1,8 +1,9 @@
-"""Training of the members that a config describes: one ensemble, or the rounds of a search."""
+"""Training of the members that a config describes: an ensemble, a ladder, or rounds of a search."""
 
 from maxlite.config import Config
 from maxlite.distributed.initialize import SeparateProcesses
 from maxlite.ensemble.run.ensemble_run import train_ensemble
+from maxlite.ensemble.run.ladder import train_ladder
 from maxlite.ensemble.run.search import train_search
 from maxlite.errors import exit_on_user_error
 
@@ -14,7 +15,7 @@ def run_members(cfg: Config, peers: SeparateProcesses | None = None) -> int:
 
 
 def train_members_of(cfg: Config, peers: SeparateProcesses | None = None) -> int:
-  """Train an ensemble or a search, and return the exit code.
+  """Train an ensemble, a ladder or a search, and return the exit code.
 
   Args:
     peers: the other processes, if each trains its own members.
@@ -24,4 +25,6 @@ def train_members_of(cfg: Config, peers: SeparateProcesses | None = None) -> int
   """
   if cfg.ensemble.search:
     return train_search(cfg, peers=peers)
+  if cfg.ensemble.ladder:
+    return train_ladder(cfg, peers=peers)
   return train_ensemble(cfg, peers=peers)

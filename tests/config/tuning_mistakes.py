@@ -1,6 +1,8 @@
 """Mistakes in the keys of population-based training and searches, for test_mistakes.py."""
 
 COUNTS = "sampler: tpe, rounds: 2, num_members: 3"
+MUP = ("parametrization=mup", "mup_base_emb_dim=256")
+LADDER = "ladder={budgets: {1e15: [128, 256, 384, 512]}}"
 SPACE = "space: {learning_rate: {uniform: [0.1, 1]}}"
 TUNING_MISTAKES = {
   ("pbt_hyperparameters={head_dim: [2]}",): ("head_dim=[2] cannot change", "learning_rate"),
@@ -50,4 +52,18 @@ TUNING_MISTAKES = {
   (f"search={{{COUNTS}, {SPACE}}}", "members=[{}]"): ("search proposes the members", "no members"),
   (f"search={{{COUNTS}, {SPACE}}}", "pbt_period=10"): ("pbt_period=10 with search", "pbt_period=0"),
   (f"search={{{COUNTS}, {SPACE}}}", "enable_checkpointing=false"): ("enable_checkpointing=true",),
+  (LADDER,): ("ladder=", "with parametrization=standard", "mup_base_emb_dim=256"),
+  (LADDER, *MUP, "sweep={seeds: 2}"): ("a ladder has its own members", "no sweep"),
+  (LADDER, *MUP, "pbt_period=10"): ("pbt_period=10 with ladder", "write pbt_period=0"),
+  (LADDER, *MUP, "phases=[{name: a, train: x, steps: 1}]"): ("ladder", "phases=[]"),
+  (f"{LADDER[:-1]}, seds: 2}}", *MUP): ("ladder: seds=2", "did you mean seeds?"),
+  ("ladder={seeds: 2}", *MUP): ("ladder: has no budgets", "{budgets: {1e12:"),
+  ("ladder={budgets: {}}", *MUP): ("budgets={} has no budgets",),
+  ("ladder={budgets: {x: [128, 256, 384, 512]}}", *MUP): ("budget=x is not a finite number",),
+  (LADDER.replace("[128, ", "["), *MUP): ("ladder.budgets: 1e15=", "fewer than 4 widths"),
+  (LADDER.replace("128", "512"), *MUP): ("ladder.budgets: 1e15=", "a width twice"),
+  (LADDER.replace("128", "x"), *MUP): ("ladder.budgets: 1e15=", "a list of whole numbers"),
+  (LADDER.replace("128", "100"), *MUP): ("width 100", "is not a multiple of 64; write 64"),
+  (LADDER.replace("}}", ", 10e14: [128, 256, 384, 512]}}"), *MUP): ("10e14 is there twice",),
+  (f"{LADDER[:-1]}, seeds: 4096}}", *MUP): ("16384 members are more than 4096",),
 }

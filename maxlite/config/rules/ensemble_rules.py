@@ -161,4 +161,24 @@ def search(cfg: Config) -> Violations:
     )
 
 
-ENSEMBLE_RULES = (ensemble, halving, population, search)
+def ladder(cfg: Config) -> Violations:
+  """The rules on ladders, whose members are widths."""
+  if not cfg.ensemble.ladder:
+    return
+  for key in changed_keys(cfg, ["members", "sweep", "search"]):
+    yield Violation(
+      ["ladder", key], f"a ladder has its own members; write ladder={{}}, or no {key}"
+    )
+  for key in changed_keys(cfg, ["pbt_period", "asha_reduction_factor"]):
+    yield Violation([key, "ladder"], f"members of a ladder train to their ends; write {key}=0")
+  if cfg.model.scaling.parametrization != "mup":
+    yield Violation(
+      ["ladder", "parametrization"],
+      "one learning rate does not suit all widths; write parametrization=mup and "
+      f"mup_base_emb_dim={cfg.model.base_emb_dim}, the width at which the rate was tuned",
+    )
+  if cfg.phasing.phases:
+    yield Violation(["ladder", "phases"], "phases have their own FLOPs; write phases=[]")
+
+
+ENSEMBLE_RULES = (ensemble, halving, population, search, ladder)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from maxlite.config.schema import DEFAULTS, Config, EnsembleConfig, flatten
 
 # The keys that define an ensemble.
-ENSEMBLE_KEYS = ("members", "sweep", "search")
+ENSEMBLE_KEYS = ("members", "sweep", "search", "ladder")
 
 
 class Violation(NamedTuple):

@@ -13,7 +13,8 @@ from maxlite.registry import (
 
 @dataclasses.dataclass(frozen=True)
 class EnsembleConfig:
-  """Many members trained by one command; read if `members`, `sweep` or `search` is set."""
+  """Many members trained by one command; read if `members`, `sweep`, `search` or `ladder` is
+  set."""
 
   members: tuple[FrozenMapping, ...] = field(
     (),
@@ -29,6 +30,11 @@ class EnsembleConfig:
     FrozenMapping(),
     "Members in rounds, proposed by a sampler of Optuna from the held-out losses of earlier "
     "rounds: {sampler: tpe, rounds: N, num_members: N, space: {key: rule}}.",
+  )
+  ladder: FrozenMapping = field(
+    FrozenMapping(),
+    "Members of several widths for each of several budgets of FLOPs, and a fit of the best width "
+    "of each budget: {budgets: {FLOPs: [widths]}, seeds: 2}.",
   )
   ensemble_strategy: str = field(
     "auto",
@@ -78,4 +84,4 @@ class EnsembleConfig:
 
   @property
   def is_set(self) -> bool:
-    return bool(self.members or self.sweep or self.search)
+    return bool(self.members or self.sweep or self.search or self.ladder)

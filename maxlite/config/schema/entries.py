@@ -24,6 +24,7 @@ TASK_FORM = "{name: NAME, path: [FILES], reward_functions: [equal_answer]}"
 SOURCE_FORM = "{name: NAME, path: [FILES], weight: 1}"
 _RULE = "{log_uniform: [low, high]} (for learning rates), {uniform: [low, high]} or {choice: [...]}"
 SEARCH_FORM = "{sampler: tpe, rounds: 4, num_members: 8, space: {key: {uniform: [low, high]}}}"
+LADDER_FORM = "{budgets: {1e12: [32, 64, 96, 128]}, seeds: 2}"
 # Keys of training that need another model, or rollouts.
 _OF_OTHER_MODELS = (*TEACHER_KEYS, *PREFERENCE_KEYS, *REFERENCE_KEYS, *POLICY_KEYS)
 # Keys of data, or their beginnings, that apply to the whole run.
@@ -161,6 +162,21 @@ class SearchEntry:
   seed: int = field(0, "Seed of the sampler.", low=0)
 
 
+@dataclasses.dataclass(frozen=True)
+class LadderEntry:
+  """Members of several widths and equal FLOPs, of which the best width per budget is fitted."""
+
+  budgets: FrozenMapping = field(
+    FrozenMapping(),
+    "{FLOPs: [widths]}: for every budget at least four values of base_emb_dim. MLPs and heads are "
+    "as many times larger than the run's, and each member has the steps that cost the budget.",
+    required=LADDER_FORM,
+  )
+  seeds: int = field(
+    2, "Trains every width with init_weights_seed 0, 1, ... below this.", low=1, high=MAX_MEMBERS
+  )
+
+
 # By key, the record of its mappings.
 ENTRIES: dict[str, SectionClass] = {
   "phases": PhaseConfig,
@@ -168,6 +184,7 @@ ENTRIES: dict[str, SectionClass] = {
   "members": MemberEntry,
   "sweep": SweepEntry,
   "search": SearchEntry,
+  "ladder": LadderEntry,
   "dataset_mixture": MixtureEntry,
   "eval_tasks": EvalTaskEntry,
 }

@@ -72,7 +72,7 @@ def train_ensemble(
   last_step: int = 0,
   peers: SeparateProcesses | None = None,
   *,
-  combines: bool = True,
+  compares: bool = True,
 ) -> int:
   """Train all members, or those in `names`, to the last step; return the exit code.
 
@@ -81,7 +81,7 @@ def train_ensemble(
     names: the names of the members that a worker process trains; empty: all.
     batch_size: rows of a batch; 0: those of a run on all devices.
     last_step: the step at which the members pause; 0: each at its own last one.
-    combines: whether the combined predictions of the members are scored at the end.
+    compares: whether the members are compared over seeds, and combined, at the end.
     peers: the other processes, if this process trains its part of the members. Process 0 writes
       the leaderboard.
 
@@ -126,7 +126,7 @@ def train_ensemble(
       (folder.directory / LEADERBOARD).unlink(missing_ok=True)
   exit_code = run.train()
   if is_owner and exit_code == 0:
-    _finalize(run, combines=combines)
+    _finalize(run, compares=compares)
   run.close()
   folder.unlock()
   return max(_gather(exit_code, peers))
@@ -145,15 +145,15 @@ def _gather(value: Json, peers: SeparateProcesses | None) -> list[Json]:
   return peers.all_gather(value)
 
 
-def _finalize(run: "EnsembleRun", *, combines: bool) -> None:
+def _finalize(run: "EnsembleRun", *, compares: bool) -> None:
   """Score the combinations of the members, and write the results in process 0."""
-  scores = run.score_combinations() if combines else {}
+  scores = run.score_combinations() if compares else {}
   if jax.process_index() != 0:
     return
   from maxlite.ensemble.run.finalize import finalize  # its plots are slow to import
 
   folder = run_folder(run.cfg)
-  finalize(run.members, scores, folder, run.console)
+  finalize(run.members, scores, folder, run.console, compares=compares)
   folder.upload()
 
 

@@ -36,6 +36,8 @@ def finalize(
   scores: Mapping[str, JsonObject],
   folder: RunFolder,
   console: Console,
+  *,
+  compares: bool = True,
 ) -> None:
   """Write members.jsonl, plots and leaderboard into the ensemble's folder, and print the results.
 
@@ -44,6 +46,7 @@ def finalize(
     scores: the scores of the combinations, by `score_combinations`; may be empty.
     folder: the ensemble's.
     console: prints the leaderboard and the scores.
+    compares: whether members that differ in their seeds only are compared.
   """
   directory = folder.directory
   lineage = read_rows(directory / LINEAGE, LINEAGE_ROWS)
@@ -51,7 +54,7 @@ def finalize(
   entries = [_entry(member, ancestor_of[member.name]) for member in members]
   write_members(entries, directory / "members.jsonl")
   plots = _draw_plots(members, entries, lineage, scores, directory)
-  of_seeds = seeds_table(entries)
+  of_seeds = seeds_table(entries) if compares else ""
   sections = [f"# Over seeds\n\n{of_seeds}"] if of_seeds else []
   write_atomically(directory / LEADERBOARD, leaderboard_markdown(entries, scores, sections))
   console.print(leaderboard_table(entries), soft_wrap=False)
