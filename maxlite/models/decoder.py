@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import AttentionSpec, LayerSpec, LayerStack
-from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers import cache
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
+from maxlite.layers.layer_specs import AttentionSpec, LayerSpec, LayerStack
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.moe import routes
@@ -27,6 +26,7 @@ from maxlite.models.decoder_layer import (
   stack_sums,
 )
 from maxlite.models.draft import DraftHeads, shift_left
+from maxlite.models.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
