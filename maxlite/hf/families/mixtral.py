@@ -13,7 +13,9 @@ from maxlite.hf.family import (
   SLIDING_WINDOW,
   HfFamily,
   Key,
+  TensorRule,
   experts,
+  fused_experts,
 )
 from maxlite.models.layer_stacks import layer_specs
 from maxlite.storage.json_values import Json, JsonObject
@@ -81,6 +83,13 @@ OLMOE = HfFamily(
   },
   nullable=("num_key_value_heads", "clip_qkv"),
   aux_loss_key="router_aux_loss_coef",
+)
+
+# As published with Qwen3-VL, and as transformers holds them, which it prefers where both fit.
+_FUSED_EXPERTS = (
+  TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e d (g f)"),
+  TensorRule("moe/wo", "mlp.experts.down_proj", "e f d -> e f d"),
+  *fused_experts("mlp.experts"),
 )
 
 
@@ -203,5 +212,6 @@ QWEN3_MOE = HfFamily(
   extra_from_hf=_dense_layers,
   extra_to_hf=_dense_layers_to_hf,
   unread=("max_window_layers", "sliding_window"),  # of use_sliding_window
+  alternatives=_FUSED_EXPERTS,
 )
 FAMILIES = (MIXTRAL, OLMOE, QWEN3_MOE)
