@@ -226,9 +226,7 @@ def other_parts(family: HfFamily, tensors: Collection[str]) -> set[str]:
   return parts
 
 
-def with_alternatives(
-  family: HfFamily, tensors: Mapping[str, TensorEntry], width: int
-) -> HfFamily:
+def with_alternatives(family: HfFamily, tensors: Mapping[str, TensorEntry], width: int) -> HfFamily:
   """Return `family` with its alternative rules whose tensors exist.
 
   Args:

@@ -41,10 +41,10 @@ class Attention(nn.Module):
 
   Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies
   RMSNorm to queries and keys before the rotary embedding, or after it with `norm_after_rope`: per
-  `head`, or over the whole `projection`. Its `sinks` are a parameter per head, one more score whose value is zero. With its
-  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. Its
-  `value_norm` is an RMSNorm of the values without a scale. For the soft cap and the window see
-  kernels/attention/api.py.
+  `head`, or over the whole `projection`. Its `sinks` are a parameter per head, one more score whose
+  value is zero. With its `gated_output`, each channel of the heads' outputs is multiplied by a gate
+  between 0 and 1. Its `value_norm` is an RMSNorm of the values without a scale. For the soft cap
+  and the window see kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """

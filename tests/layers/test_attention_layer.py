@@ -47,7 +47,9 @@ def make_params(num_kv_heads):
   return params
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything", "after"))
+@functools.partial(
+  jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything", "after")
+)
 def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False, after=False):
   limits = {}
   if everything:

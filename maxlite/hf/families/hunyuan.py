@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.llama import LLAMA
