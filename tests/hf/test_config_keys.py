@@ -324,6 +324,18 @@ def test_defaults_are_those_of_the_config_class(model_type):
   assert unknown <= {"chunk_size_feed_forward", "is_encoder_decoder", "rope_parameters"}
 
 
+@pytest.mark.hf
+@needs_transformers
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "kimi_k2"])
+def test_keys_that_a_full_dump_adds_have_no_effect(model_type):
+  """Of all attributes of a config, such as `to_json_string(use_diff=False)` writes."""
+  base = config_of(model_type)
+  dump = json.loads(config_class(model_type)(**base).to_json_string(use_diff=False))
+  assert dump.keys() > base.keys() | {"chunk_size_feed_forward", "id2label"}
+  family = FAMILIES[model_type]
+  assert family.config_from_hf(dump) == family.config_from_hf(base)
+
+
 def is_fast(meaning):
   return meaning[:2] == ("mixtral", "rope_parameters") or "rope_scaling" in meaning[2]
 
