@@ -182,11 +182,11 @@ REFUSED = [
   ("gemma4_text", {"per_layer_config": PADDED | {"2": {"head_dim": 4}}}, "has per_layer_config"),
   ("gemma4_text", {"rope_parameters": NO_LOCAL_BASE}, "rope_theta=0.0 in rope_parameters.sliding"),
   ("gemma4_text", {"rope_theta": 77.0}, "has rope_theta, which maxlite does not read"),
-  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "has mlp_layer_types"),
+  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "sparse"]}, "has mlp_layer_types"),
+  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "hash", "dense"]}, "has mlp_layer_types"),
   ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
   ("dots1", {"layer_types": None, "max_window_layers": 2}, "sliding_window=4096"),
-  ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1"),
-  ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2"),
+  ("ernie4_5_moe", {"moe_layer_interval": None}, "moe_layer_interval=null"),
   ("granitemoe", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
   ("glm4", {"attention_bias": False}, "attention_bias=False"),
   ("granite", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
@@ -249,6 +249,27 @@ def test_other_dense_layers_are_listed_and_survive_the_export():
     _, hf = find_family(build(ModelConfig, DEFAULTS | {"decoder_block": "qwen3_moe"} | keys))
     assert tuple(hf["mlp_only_layers"]) == keys["mlp_only_layers"]
     assert hf["decoder_sparse_step"] == 1
+
+
+@pytest.mark.parametrize(
+  ("model_type", "pattern", "expected"),
+  [
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"] * 2}, (0, 2)),
+    ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": 2}, (0, 3)),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_end_index": -1}, (0, 2)),
+    ("ernie4_5_moe", {"moe_layer_interval": 3}, (0, 1, 3)),
+  ],
+)
+def test_any_layers_may_be_dense(model_type, pattern, expected):
+  keys = FAMILIES[model_type].config_from_hf(
+    config_of(model_type) | {"num_hidden_layers": 4} | pattern
+  )
+  cfg = build(ModelConfig, DEFAULTS | {"decoder_block": FAMILIES[model_type].decoder_block} | keys)
+  specs = layer_specs(cfg)
+  assert tuple(i for i, spec in enumerate(specs) if not spec.feed_forward.has_experts) == expected
+  family, _ = find_family(cfg)  # which reads the same model back
+  assert family.model_type == model_type
 
 
 @pytest.mark.parametrize(("step", "listed", "dense"), [(1, [0], [0]), (2, [1], [0, 1, 2, 4])])
