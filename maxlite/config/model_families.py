@@ -16,6 +16,7 @@ class AttentionForm:
   """Grouped-query attention (layers/attention.py)."""
 
   qk_norm: Literal["", "head", "projection"] = ""  # RMSNorm of queries and keys, and over what
+  norm_after_rope: bool = False  # QK-norm follows the rotary embedding
   qkv_bias: bool = False
   out_bias: bool = False  # the output projection has a bias
   gated_output: bool = False  # the heads' outputs are multiplied by sigmoid of a projection
@@ -65,6 +66,7 @@ class ModelFamily:
 
 
 _HEAD_NORM = AttentionForm(qk_norm="head")
+_ROTATED_NORM = AttentionForm(qk_norm="head", norm_after_rope=True)
 _PROJECTION_NORM = AttentionForm(qk_norm="projection")
 _QKV_BIAS = AttentionForm(qkv_bias=True)
 _OLMO2 = ModelFamily(_PROJECTION_NORM, pre_norms=False, post_norms=True)
@@ -96,6 +98,8 @@ MODELS: dict[str, ModelFamily] = {
   "glm4": ModelFamily(_QKV_BIAS, post_norms=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3": ModelFamily(_HEAD_NORM),
+  # The configuration and code published with Hunyuan 7B (2025).
+  "hunyuan": ModelFamily(_ROTATED_NORM),
   # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.
   "smollm3": ModelFamily(global_layer_every=4, global_rope=False),
   # OLMo Team, 2 OLMo 2 Furious (2024), section 2.1.
@@ -123,6 +127,8 @@ MODELS: dict[str, ModelFamily] = {
   "qwen2_moe": ModelFamily(_QKV_BIAS, MoeForm(gated_shared_expert=True)),
   # Qwen3 Technical Report (2025), section 2; also dots.llm1.
   "qwen3_moe": ModelFamily(_HEAD_NORM, MoeForm()),
+  # Hunyuan-A13B Technical Report (2025), section 2.
+  "hunyuan_moe": ModelFamily(_ROTATED_NORM, MoeForm()),
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
   "glm4_moe": ModelFamily(AttentionForm(qk_norm="head", qkv_bias=True), MoeForm()),
   "glm4_moe_air": ModelFamily(_QKV_BIAS, MoeForm()),

@@ -23,7 +23,8 @@ WITHOUT_EFFECT = {
   "attention_dropout", "aux_loss_alpha", "finetuning_task", "id2label", "initializer_range",
   "label2id", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
   "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-  "task_specific_params", "gradient_checkpointing", "neftune_noise_alpha", "tf_legacy_loss",
+  "task_specific_params", "gradient_checkpointing", "ignore_index", "neftune_noise_alpha",
+  "tf_legacy_loss",
   # Of the implementation.
   "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
   "_flash_attn_2_enabled", "attn_implementation", "chunk_size_feed_forward",

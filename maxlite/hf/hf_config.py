@@ -17,7 +17,13 @@ from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT, HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.hf_tokenizer import tokenizer_keys
-from maxlite.hf.text_model import LARGER_MODELS, nested, text_values, with_alternatives
+from maxlite.hf.text_model import (
+  LARGER_MODELS,
+  nested,
+  quantization_of,
+  text_values,
+  with_alternatives,
+)
 from maxlite.storage.json_values import Json, JsonObject
 
 LARGE = 10**6  # sizes up to this are plausible
@@ -35,7 +41,7 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   """
   values = read_config(directory)
   file = directory / CONFIG
-  quantization = values.get("quantization_config")
+  quantization = quantization_of(values)
   # A text, which a damaged file may not have here.
   is_part = str(values.get("model_type")) in LARGER_MODELS
   family, values = _family_of(values, file)
@@ -57,7 +63,7 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   with _named_as_there(names):
     validate(cfg, dict.fromkeys(typed, str(file)), needs_data=False)
   if family.alternatives:
-    family = with_alternatives(family, read_tensors(directory))
+    family = with_alternatives(family, read_tensors(directory), typed["base_emb_dim"])
   return family, typed
 
 

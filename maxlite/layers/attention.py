@@ -40,11 +40,11 @@ class Attention(nn.Module):
   projects none and stores none in the cache.
 
   Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies
-  RMSNorm to queries and keys before the rotary embedding: per `head`, or over the whole
-  `projection`. Its `sinks` are a parameter per head, one more score whose value is zero. With its
-  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. Its
-  `value_norm` is an RMSNorm of the values without a scale. For the soft cap and the window see
-  kernels/attention/api.py.
+  RMSNorm to queries and keys before the rotary embedding, or after it with `norm_after_rope`: per
+  `head`, or over the whole `projection`. Its `sinks` are a parameter per head, one more score whose
+  value is zero. With its `gated_output`, each channel of the heads' outputs is multiplied by a gate
+  between 0 and 1. Its `value_norm` is an RMSNorm of the values without a scale. For the soft cap
+  and the window see kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
@@ -59,8 +59,8 @@ class Attention(nn.Module):
     num_heads = self.spec.num_heads
     segment_BT = inputs.segment_BT
     rope = self._rope(inputs)
-    q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
-    q_BTHC = self._rotate(self._clip(q_BTHC), rope, "query")
+    q_BTHC = self._project(x_BTD, "query", num_heads, "q_heads")
+    q_BTHC = self._norm_and_rotate(q_BTHC, rope, "query")
     q_BTHC = scale_queries(q_BTHC, inputs.query_scale_BT)
     window = self._window(inputs)
     if self.spec.reads:
@@ -101,9 +101,8 @@ class Attention(nn.Module):
       v_BTGC = projected_BTGC
     else:
       v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    k_BTGC = self._clip(self._norm(projected_BTGC, "key"))
+    k_BTGC = self._norm_and_rotate(projected_BTGC, rope, "key")
     v_BTGC = self._clip(v_BTGC)
-    k_BTGC = self._rotate(k_BTGC, rope, "key")
     if self.spec.form.value_norm:
       v_BTGC = build_norm(self.cfg, "value_norm", has_scale=False)(v_BTGC)
     if cache.is_filled(self):
@@ -216,6 +215,12 @@ class Attention(nn.Module):
     if not self._saves_rotated or name not in ("query", "key"):
       y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
+
+  def _norm_and_rotate(self, x_BTHC: jax.Array, rope: RopeTables, name: str) -> jax.Array:
+    """Queries or keys as attention reads them, given their projection."""
+    if self.spec.form.norm_after_rope:
+      return self._norm(self._rotate(self._clip(x_BTHC), rope, name), name)
+    return self._rotate(self._clip(self._norm(x_BTHC, name)), rope, name)
 
   def _rotate(self, x_BTHC: jax.Array, rope: RopeTables, name: str) -> jax.Array:
     """Queries or keys with the rotary embedding."""

@@ -101,6 +101,7 @@ FAMILY_KEYS = {
     "router": "sigmoid_group_topk",
     "partial_rotary_factor": 0.5,
   },
+  "hunyuan_moe": {"shared_experts": 1},
   "qwen2_moe": {"shared_experts": 2},
   "qwen3_5": {"partial_rotary_factor": 0.5},
   "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
