@@ -9,6 +9,7 @@ from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spe
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers import cache
+from maxlite.layers.alibi import key_bias
 from maxlite.layers.embed import Embed, Unembed
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
 from maxlite.layers.linear import Linear, LinearClass
@@ -16,6 +17,7 @@ from maxlite.layers.lora import linear_class
 from maxlite.layers.moe import routes
 from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
+from maxlite.layers.position_embed import PositionEmbed
 from maxlite.layers.rope import query_scale
 from maxlite.layers.sharded_attention import MAX_LOGITS
 from maxlite.models.decoder_layer import (
@@ -55,6 +57,8 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
+    if cfg.family.positions == "learned":
+      self.position_embed = PositionEmbed(cfg, self.sharder)
     if any(layer.has_per_layer_input for layer in layer_specs(cfg)):
       self.per_layer_embed = PerLayerEmbed(cfg, self.sharder, linear)
     for stack in layer_stacks(cfg):
@@ -124,6 +128,8 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
+    if self.cfg.family.positions == "learned":
+      x_BTD += self.position_embed(position_BT)
     inputs = self._inputs(segment_BT, position_BT)
     per_layer_NBTP = None
     if any(layer.has_per_layer_input for layer in layer_specs(self.cfg)):
@@ -154,7 +160,10 @@ class Decoder(nn.Module):
     query_scale_BT = None
     if self.cfg.rope.query_scaling_beta:
       query_scale_BT = query_scale(position_BT, self.cfg.rope)
-    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT)
+    key_bias_BTH = None
+    if self.cfg.family.positions == "alibi":
+      key_bias_BTH = key_bias(position_BT, self.cfg.base_num_query_heads)
+    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT, key_bias_BTH)
 
   def _run(
     self, stack: LayerStack, x_BTD: jax.Array, inputs: LayerInputs

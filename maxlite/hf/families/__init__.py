@@ -11,9 +11,11 @@ from maxlite.hf.families import (
   dots,
   ernie,
   exaone,
+  falcon,
   gemma,
   gemma4,
   glm,
+  gpt,
   gpt_oss,
   granite,
   llama,
@@ -21,6 +23,7 @@ from maxlite.hf.families import (
   mistral4,
   mixtral,
   olmo,
+  opt,
   phi,
   qwen2_moe,
   qwen_next,
@@ -50,5 +53,8 @@ for _file in (
   qwen_next,
   qwen2_moe,
   exaone,
+  gpt,
+  opt,
+  falcon,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
