@@ -56,6 +56,7 @@ class ModelFamily:
   norm: Literal["rms", "layer"] = "rms"  # LayerNorm subtracts the mean too
   norm_bias: bool = False  # of LayerNorm
   mlp_bias: bool = False  # both projections of the MLP have biases
+  unembed_bias: bool = False  # the logits have one
   pre_norms: bool = True  # normalise the inputs of mixer and feed-forward
   post_norms: bool = False  # normalise their outputs
   zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
@@ -136,6 +137,12 @@ MODELS: dict[str, ModelFamily] = {
   "starcoder2": _BIASED,
   # Black et al., GPT-NeoX-20B (2022), section 2.1; also Pythia.
   "gpt_neox": dataclasses.replace(_BIASED, parallel="own_norms"),
+  # Gunasekar et al., Textbooks Are All You Need (2023), section 2.3; also Phi-1.5 and Phi-2.
+  "phi": dataclasses.replace(_BIASED, parallel="one_norm", unembed_bias=True),
+  # The configuration and code published with Command R7B (2024).
+  "cohere2": ModelFamily(
+    norm="layer", parallel="one_norm", global_layer_every=4, global_rope=False
+  ),
   # Almazrouei et al., Falcon (2023), section 4: of 7B (and 11B), of 40B and 180B, and Falcon-RW.
   "falcon": _FALCON,
   "falcon_own_norms": dataclasses.replace(_FALCON, parallel="own_norms"),

@@ -52,5 +52,5 @@ def _rounded(x: jax.Array) -> jax.Array:
 def with_bias(x_BTHC: jax.Array, bias_BTH: jax.Array | float, num_channels: int) -> jax.Array:
   """x_BTHC with more channels, of which the first is the bias and others are 0."""
   more_BTHC = jnp.zeros((*x_BTHC.shape[:-1], num_channels), x_BTHC.dtype)
-  more_BTHC = more_BTHC.at[..., 0].set(bias_BTH)
+  more_BTHC = more_BTHC.at[..., 0].set(jnp.asarray(bias_BTH, x_BTHC.dtype))
   return jnp.concatenate([x_BTHC, more_BTHC], axis=-1)

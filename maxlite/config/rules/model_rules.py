@@ -192,6 +192,23 @@ def layer_cycles(cfg: Config) -> Violations:
     )
 
 
+def unembed_bias(cfg: Config) -> Violations:
+  """The rules on families whose logits have a bias."""
+  model = cfg.model
+  if not model.family.unembed_bias:
+    return
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"the logits of this family have a bias, which drafts do not support; write {key}=0",
+    )
+  if model.logits_scaling != 1:
+    yield Violation(
+      ["logits_scaling", "decoder_block"],
+      "the logits of this family have a bias, which is not scaled; write logits_scaling=1",
+    )
+
+
 def positions(cfg: Config) -> Violations:
   """The rules on how positions reach the model."""
   model = cfg.model
@@ -327,6 +344,7 @@ MODEL_RULES = (
   gated_delta,
   layer_cycles,
   positions,
+  unembed_bias,
   rope,
   rope_length,
   longrope,

@@ -7,6 +7,7 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  cohere,
   deepseek,
   dots,
   ernie,
@@ -56,5 +57,6 @@ for _file in (
   gpt,
   opt,
   falcon,
+  cohere,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
