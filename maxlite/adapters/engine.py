@@ -23,12 +23,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.adapters.datum import Datum, Row, check_datum, stack_rows
 from maxlite.adapters.losses import loss_of_row
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.errors import UserError
 from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.lora import ADAPTER, drop_modules, merge_lora
 from maxlite.models import Decoder
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.optim.labels import logical_names
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree

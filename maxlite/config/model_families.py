@@ -1,7 +1,8 @@
 """The MODELS table: what distinguishes the decoder layers of each model family.
 
-A family is data. With a config it determines the layers of a model (layer_stacks.py): the `layout`
-decides which mixer and which feed-forward each layer has, and the forms are what no key sets.
+A family is data. With a config it determines the layers of a model (models/layer_stacks.py): the
+`layout` decides which mixer and which feed-forward each layer has, and the forms are what no key
+sets.
 """
 
 import dataclasses
@@ -40,7 +41,9 @@ class ModelFamily:
 
   attention: AttentionForm = AttentionForm()
   moe: MoeForm | None = None  # MoE layers, except those that the config makes dense
-  layout: str = "uniform"  # which layers there are, and in which stacks: see layer_stacks.LAYOUTS
+  layout: str = (
+    "uniform"  # which layers there are, and in which stacks: see models/layer_stacks.LAYOUTS
+  )
   sections: tuple[Section, ...] = ()  # what the layout reads
   # Every n-th layer attends globally. The others attend within sliding_window_size and use
   # local_rope_max_timescale. 0: all layers are alike.

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.transposed_linear import TRANSPOSED, TransposedLinear
 from maxlite.models import Decoder
+from maxlite.models.layer_stacks import layer_stacks
 from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layer_specs import AttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.alibi import with_bias
 from maxlite.layers.keys_values import CachedKeysValues, KeysValues, RowKeysValues
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import AttentionSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import build_norm
 from maxlite.layers.partitioned import partitioned

@@ -83,6 +83,7 @@ def _look_up_on_shards(
   table_VD: jax.Array, tokens_BT: jax.Array, cfg: ModelConfig, sharder: Sharder
 ) -> jax.Array:
   """x_BTD: the rows of a table whose rows are sharded, each from the shard that has it."""
+  sharder = sharder.whole_beside_rows("vocab")
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
   dtype = jnp.dtype(cfg.dtype)

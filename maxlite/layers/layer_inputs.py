@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
-from maxlite.config.layer_specs import MixerSpec
 from maxlite.layers.keys_values import KeysValues
+from maxlite.layers.layer_specs import MixerSpec
 from maxlite.layers.rope import RopeTables
 
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layer_specs import LatentAttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers import cache
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import LatentAttentionSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class, merge_lora
 from maxlite.layers.norm import RMSNorm

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layer_specs import MlpSpec
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_specs import MlpSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.sharding import ROWS, Sharder
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax.linen import meta
 
-from maxlite.config.layer_stacks import layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.models import Decoder
+from maxlite.models.layer_stacks import layer_stacks, mtp_layer_spec
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 BACKWARD_OVER_FORWARD = 2  # the backward pass has two multiplications for each of the forward pass

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import AttentionSpec, LayerSpec, LayerStack
-from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers import cache
 from maxlite.layers.alibi import key_bias
 from maxlite.layers.embed import Embed, Unembed, UnembedBias
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
+from maxlite.layers.layer_specs import AttentionSpec, LayerSpec, LayerStack
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.moe import routes
@@ -29,6 +28,7 @@ from maxlite.models.decoder_layer import (
   stack_sums,
 )
 from maxlite.models.draft import DraftHeads, shift_left
+from maxlite.models.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder

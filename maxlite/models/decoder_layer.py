@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import FeedForwardSpec, LayerSpec, MixerSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.keys_values import KeysValues
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import FeedForwardSpec, LayerSpec, MixerSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.moe.router import RouterSums
 from maxlite.layers.norm import build_norm

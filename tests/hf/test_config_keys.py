@@ -24,13 +24,13 @@ from config_variants import (
 from hf_measure import FIXTURES
 
 import maxlite
-from maxlite.config.layer_stacks import layer_specs, layer_stacks
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
 from maxlite.errors import UserError
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT
 from maxlite.hf.hf_config import find_family
 from maxlite.hf.text_model import LARGER_MODELS
+from maxlite.models.layer_stacks import layer_specs, layer_stacks
 
 NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},

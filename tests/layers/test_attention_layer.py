@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.slow_cases import slow
 
-from maxlite.config.layer_specs import AttentionSpec, RopeSpec
 from maxlite.config.model_families import AttentionForm
 from maxlite.config.schema import ModelConfig, RopeConfig
 from maxlite.layers.attention import Attention
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import AttentionSpec, RopeSpec
 from maxlite.layers.rope import rope_tables
 
 NUM_POSITIONS = 12

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.moe_plan import moe_plan
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
@@ -16,6 +15,7 @@ from maxlite.hf.family import (
   Key,
   experts,
 )
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.storage.json_values import Json, JsonObject
 
 MIXTRAL = HfFamily(

@@ -5,7 +5,9 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from maxlite.config.layer_specs import (
+from maxlite.config.model_families import ModelFamily
+from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_specs import (
   AttentionSpec,
   FeedForwardSpec,
   GatedDeltaSpec,
@@ -18,8 +20,6 @@ from maxlite.config.layer_specs import (
   MoeSpec,
   RopeSpec,
 )
-from maxlite.config.model_families import ModelFamily
-from maxlite.config.schema import ModelConfig
 
 Stacks = tuple[LayerStack, ...]
 BIAS_CHANNELS = 8  # of ALiBi, which needs one; kernels of attention need multiples of 8
