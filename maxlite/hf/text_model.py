@@ -215,6 +215,19 @@ def _names_of(tensors: Collection[str]) -> TensorNames:
   return _NAMES[0]
 
 
+def without_base_prefix(family: HfFamily, tensors: Collection[str]) -> HfFamily:
+  """Return `family` with the names that its `tensors` have, which may lack its `base_prefix`."""
+  prefix = family.base_prefix
+  if not prefix or any(name.startswith(prefix) for name in tensors):
+    return family
+  outer = []
+  for rule in family.outer:
+    outer.append(dataclasses.replace(rule, theirs=rule.theirs.removeprefix(prefix)))
+  return dataclasses.replace(
+    family, outer=outer, layer_prefix=family.layer_prefix.removeprefix(prefix)
+  )
+
+
 def other_parts(family: HfFamily, tensors: Collection[str]) -> set[str]:
   """Return the modules of the larger model that `nested` families leave out."""
   names = _names_of(tensors)

@@ -120,3 +120,14 @@ class Unembed(nn.Module):
     shape = (self.cfg.base_emb_dim, self.cfg.vocab_size)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     return self.param("kernel", init, shape, weight_dtype)
+
+
+class UnembedBias(nn.Module):
+  """bias_V: a bias of the logits."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    init = partitioned(nn.initializers.zeros, ("vocab",))
+    return self.param("bias", init, (self.cfg.vocab_size,), jnp.dtype(self.cfg.weight_dtype))

@@ -50,7 +50,7 @@ def rope_by_name(position_BT: jax.Array, layers: Iterable[LayerSpec]) -> dict[st
 class DecoderLayer(nn.Module):
   """A mixer of positions, then a feed-forward, each after a norm: the modules that `spec` names.
 
-  Returns (y_BTD, LayerOutputs).
+  In families with parallel layers, both read the layer's input. Returns (y_BTD, LayerOutputs).
   """
 
   cfg: ModelConfig
@@ -61,12 +61,20 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerOutputs]:
     mixer = self._module(self.spec.mixer)
-    y_BTD, keys_values = mixer(self._pre_norm("attention_norm", x_BTD), inputs)
+    input_BTD = x_BTD
+    mixed_BTD = self._pre_norm("attention_norm", x_BTD)
+    y_BTD, keys_values = mixer(mixed_BTD, inputs)
     x_BTD += self._update("attention_post_norm", y_BTD)
 
     spec = self.spec.feed_forward
     feed_forward = self._module(spec)
-    result = feed_forward(self._pre_norm(spec.pre_norm, x_BTD), inputs.segment_BT, x_BTD)
+    if self.cfg.family.parallel == "one_norm":
+      normed_BTD = mixed_BTD
+    elif self.cfg.family.parallel:
+      normed_BTD = self._pre_norm(spec.pre_norm, input_BTD)
+    else:
+      normed_BTD = self._pre_norm(spec.pre_norm, x_BTD)
+    result = feed_forward(normed_BTD, inputs.segment_BT, x_BTD)
     sums: LayerSums = {}
     if spec.has_experts:
       result, sums["moe"] = result

@@ -24,6 +24,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "per_layer": (),
   "vocab": ("tensor",),
+  "position": (),
   "embed": ("fsdp", "context", "expert"),
   "norm": (),
   "q_heads": ("tensor",),

@@ -330,7 +330,9 @@ def test_defaults_are_those_of_the_config_class(model_type):
     thetas = {"global": thetas}
   expected = {name: field.default for name, field in fields.items()}
   expected |= {"rope_theta": thetas["global"], "rope_local_base_freq": thetas.get("local")}
-  expected["partial_rotary_factor"] = cls().rope_parameters.get("partial_rotary_factor")
+  rope = getattr(cls(), "rope_parameters", {})
+  expected["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+  expected |= {"rotary_pct": rope.get("partial_rotary_factor"), "rotary_emb_base": thetas["global"]}
   if model_type == "gpt_oss":  # set where the field is null
     expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
   if model_type in ("ministral3", "mistral4"):

@@ -7,13 +7,16 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  cohere,
   deepseek,
   dots,
   ernie,
   exaone,
+  falcon,
   gemma,
   gemma4,
   glm,
+  gpt,
   gpt_oss,
   granite,
   hunyuan,
@@ -22,6 +25,7 @@ from maxlite.hf.families import (
   mistral4,
   mixtral,
   olmo,
+  opt,
   phi,
   qwen2_moe,
   qwen_next,
@@ -52,5 +56,9 @@ for _file in (
   qwen_next,
   qwen2_moe,
   exaone,
+  gpt,
+  opt,
+  falcon,
+  cohere,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
