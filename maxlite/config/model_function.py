@@ -75,6 +75,8 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
     unused |= {"n_routing_groups", "topk_routing_group"}
   if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
+    if not cfg.mla.use_indexer:
+      unused |= {key for key in flatten(cfg.mla) if key.startswith("indexer_")}
   else:
     unused |= set(flatten(cfg.mla))
   if not family.reads("gdn"):
