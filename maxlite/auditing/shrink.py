@@ -232,6 +232,9 @@ def _latent(mla: LatentAttentionConfig) -> LatentAttentionConfig:
     qk_nope_head_dim=4,
     qk_rope_head_dim=2,
     v_head_dim=6,
+    indexer_n_heads=_small(mla.indexer_n_heads),
+    indexer_head_dim=4,
+    indexer_topk=min(mla.indexer_topk, 5),
   )
 
 

@@ -79,6 +79,8 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
   unused |= _unused_positions(cfg)
   if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
+    if not cfg.mla.use_indexer:
+      unused |= {key for key in flatten(cfg.mla) if key.startswith("indexer_")}
   for section in get_args(Section):
     if not family.reads(section):
       unused |= set(flatten(getattr(cfg, section)))

@@ -36,6 +36,7 @@ class MixerSpec:
   module: ClassVar[str]  # "module:class"
   name: ClassVar[str]  # of the module in its layer
   shares_scope: ClassVar[bool] = False  # its parameters have the path of the layer
+  has_sums: ClassVar[bool] = False  # its module returns ((y_BTD, IndexerSums), keys and values)
   is_recurrent: ClassVar[bool] = False  # the cache has a state, of which no position can be removed
 
   kv_heads_axis: ClassVar[str] = "activation_kv_heads"  # that shards the keys and values of heads
@@ -139,6 +140,27 @@ class LatentAttentionSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexedAttentionSpec(LatentAttentionSpec):
+  """Multi-head latent attention to the keys that an indexer selects."""
+
+  module: ClassVar[str] = "maxlite.layers.indexed_attention:IndexedAttention"
+  has_sums: ClassVar[bool] = True
+
+  num_keys: int  # that a query attends; 0: all
+  num_index_heads: int
+  index_channels: int
+  interleaved: bool  # the channels that the indexer rotates are pairs (2c, 2c + 1), else halves
+
+  def macs_per_token(self, row_length: int) -> float:
+    """Attention to the selected keys, and the indexer's scores of all keys."""
+    num_keys = min(self.num_keys or row_length, row_length)
+    num_hidden = (row_length - num_keys) ** 2 / (2 * row_length)  # mean number not selected
+    attended = self.num_heads * (self.key_channels + self.value_channels)
+    scored = self.num_index_heads * self.index_channels
+    return attended * (row_length / 2 - num_hidden) + scored * row_length / 2
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaSpec(MixerSpec):
   """A gated delta net; its sizes are cfg.gdn."""
 
@@ -214,6 +236,16 @@ class LayerSpec:
   feed_forward: FeedForwardSpec
   has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
 
+  @property
+  def sums(self) -> tuple[str, ...]:
+    """Names of the sums over tokens that the layer returns."""
+    names = []
+    if self.mixer.has_sums:
+      names.append("indexer")
+    if self.feed_forward.has_experts:
+      names.append("moe")
+    return tuple(names)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
@@ -235,6 +267,10 @@ class LayerStack:
   @property
   def num_moe_layers(self) -> int:
     return sum(layer.feed_forward.has_experts for layer in self.layers)
+
+  def num_layers_with(self, sums: str) -> int:
+    """The number of layers that return sums of this name."""
+    return sum(sums in layer.sums for layer in self.layers)
 
   def unit_specs(self, index: int) -> tuple[LayerSpec, ...]:
     """The layers of a unit, counted from 0."""

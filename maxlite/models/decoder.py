@@ -32,6 +32,7 @@ from maxlite.models.layer_stacks import layer_specs, layer_stacks, mtp_layer_spe
 from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 
 LONGEST_UNROLLED = 32  # layers of a scan that a GPU's program unrolls
 Modules = nn.Module | list[nn.Module]  # Of a stack: one scanned module, or one for each unit.
@@ -128,7 +129,7 @@ class Decoder(nn.Module):
     segment_BT: jax.Array,
     position_BT: jax.Array,
   ) -> tuple[jax.Array, LayerSums]:
-    """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
+    """(x_BTD after the final norm, sums of the layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
     if self.cfg.family.positions == "learned":
       x_BTD += self.position_embed(position_BT)
@@ -175,6 +176,7 @@ class Decoder(nn.Module):
     Their sums are stacked along a leading axis N. The keys and values are those of the last unit.
     """
     modules = getattr(self, stack.name)
+    sums: PyTree
     if isinstance(modules, nn.Module):
       is_first = _is_first(stack)
       if is_first is not None:
@@ -189,8 +191,9 @@ class Decoder(nn.Module):
         sums_by_unit.append(outputs.sums)
       sums = stack_sums(sums_by_unit)
       keys_values = outputs.keys_values
-    if stack.num_moe_layers > stack.num_units:  # The units' sums are stacked too.
-      sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+    for name, of_layers in sums.items():
+      if stack.num_layers_with(name) > stack.num_units:  # The units' sums are stacked too.
+        sums[name] = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers)
     return x_BTD, LayerOutputs(sums, keys_values)
 
   def unembedding(self) -> jax.Array:
@@ -321,9 +324,13 @@ def _is_first(stack: LayerStack) -> jax.Array | None:
 
 
 def _concatenate(sums_by_stack: list[LayerSums]) -> LayerSums:
-  """The sums of all MoE layers, given those of each stack."""
-  if not sums_by_stack:
-    return {}
-  if len(sums_by_stack) == 1:
-    return sums_by_stack[0]
-  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums_by_stack)
+  """The sums of all layers, given those of each stack, of which some may have none."""
+  by_stack: list[PyTree] = list(sums_by_stack)
+  concatenated: PyTree = {}
+  for name in dict.fromkeys(name for sums in by_stack for name in sums):
+    of_name = [sums[name] for sums in by_stack if name in sums]
+    if len(of_name) == 1:
+      concatenated[name] = of_name[0]
+    else:
+      concatenated[name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *of_name)
+  return concatenated

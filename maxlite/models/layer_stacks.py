@@ -11,6 +11,7 @@ from maxlite.layers.layer_specs import (
   AttentionSpec,
   FeedForwardSpec,
   GatedDeltaSpec,
+  IndexedAttentionSpec,
   LatentAttentionSpec,
   LayerSpec,
   LayerStack,
@@ -75,6 +76,17 @@ def latent(cfg: ModelConfig) -> Stacks:
     value_channels=mla.v_head_dim,
     rope=RopeSpec("main", mla.qk_rope_head_dim, cfg.rope),
   )
+  if mla.use_indexer:
+    mixer = IndexedAttentionSpec(
+      mixer.num_heads,
+      mixer.key_channels,
+      mixer.value_channels,
+      num_keys=mla.indexer_topk if mla.indexer_sparse_training else 0,
+      num_index_heads=mla.indexer_n_heads,
+      index_channels=mla.indexer_head_dim,
+      interleaved=mla.indexer_rope_interleave,
+      rope=mixer.rope,
+    )
   return _with_experts(cfg, [mixer] * cfg.base_num_decoder_layers)
 
 

@@ -30,6 +30,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "q_heads": ("tensor",),
   "kv_heads": ("tensor",),
   "kv": (),
+  "index_heads": (),
   "taps": (),
   "latent": (),
   "q_lora": ("fsdp", "context", "expert"),

@@ -104,6 +104,53 @@ def _rotated_channels(cfg: Config) -> Violations:
     )
 
 
+def indexer(cfg: Config) -> Violations:
+  """The rules on sparse attention with an indexer."""
+  model = cfg.model
+  mla = model.mla
+  if not mla.use_indexer:
+    keys = [key for key in flatten(mla) if key.startswith("indexer_")]
+    for key in changed_keys(cfg, [*keys, "indexer_loss_scaling_factor"]):
+      yield Violation(
+        [key, "use_indexer"],
+        f"the model has no indexer; write use_indexer=true, or {key}={show(DEFAULTS[key])}",
+      )
+    return
+  if not model.family.reads("mla"):
+    yield Violation(
+      ["use_indexer", "decoder_block"],
+      "selects keys of latent attention; write decoder_block=deepseek, or use_indexer=false",
+    )
+    return
+  if not mla.q_lora_rank:
+    yield Violation(
+      ["use_indexer", "q_lora_rank"],
+      "the indexer's queries are a projection of the query latent; write q_lora_rank=1536",
+    )
+  if mla.indexer_head_dim < mla.qk_rope_head_dim:
+    yield Violation(
+      ["indexer_head_dim", "qk_rope_head_dim"],
+      "so many of the indexer's channels rotate; write "
+      f"indexer_head_dim={mla.qk_rope_head_dim} or more",
+    )
+  if model.attention != "auto":
+    yield Violation(
+      ["attention", "use_indexer"],
+      "no backend attends keys that an indexer selects; write attention=auto, with which blocks of "
+      "attention_block_q queries are compiled by XLA",
+    )
+  if model.context_parallel_strategy != "all_gather":
+    yield Violation(
+      ["context_parallel_strategy", "use_indexer"],
+      "queries select among the keys of all shards; write context_parallel_strategy=all_gather",
+    )
+  if cfg.training.qk_clip_threshold:
+    yield Violation(
+      ["qk_clip_threshold", "use_indexer"],
+      "logits of selected keys are not measured; write qk_clip_threshold=0",
+    )
+
+
 def gated_delta(cfg: Config) -> Violations:
   """The rules on models with gated delta nets."""
   model = cfg.model
@@ -341,6 +388,7 @@ def memory(cfg: Config) -> Violations:
 
 MODEL_RULES = (
   attention,
+  indexer,
   gated_delta,
   layer_cycles,
   positions,

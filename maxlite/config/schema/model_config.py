@@ -20,6 +20,26 @@ class LatentAttentionConfig:
   qk_nope_head_dim: int = model_field(128, "Channels per head without rotary embedding.", low=1)
   qk_rope_head_dim: int = model_field(64, "Channels per head with rotary embedding.", low=2)
   v_head_dim: int = model_field(128, "Value channels per head.", low=1)
+  use_indexer: bool = model_field(
+    False,
+    "Sparse attention (DSA, as in DeepSeek-V3.2): an indexer scores all keys for each query, which "
+    "attends the indexer_topk best.",
+  )
+  indexer_n_heads: int = model_field(64, "Query heads of the indexer, which share a key.", low=1)
+  indexer_head_dim: int = model_field(
+    128, "Channels of an indexer's head, of which the first qk_rope_head_dim rotate.", low=1
+  )
+  indexer_topk: int = model_field(2048, "Keys that a query attends.", low=1)
+  indexer_rope_interleave: bool = model_field(
+    False,
+    "The indexer rotates interleaved pairs of channels, as in GLM-5; else channel c and the one "
+    "half of them further, as in DeepSeek-V3.2.",
+  )
+  indexer_sparse_training: bool = field(
+    True,
+    "Attend only the keys that the indexer selects, and train it on them. False: attend all keys "
+    "and train it on all, as in the dense warm-up before.",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from maxlite.hf.families import (
   qwen2_moe,
   qwen_next,
   smollm,
+  sparse_attention,
 )
 from maxlite.hf.family import HfFamily
 
@@ -40,6 +41,7 @@ for _file in (
   llama,
   mixtral,
   deepseek,
+  sparse_attention,
   gemma,
   gemma4,
   gpt_oss,
