@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def test_the_tutorial_runs_as_written(tmp_path):
   script = "set -e -o pipefail\n" + "\n".join(line.strip() for line in lines)
   bash = shutil.which("bash")
   environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+  environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # of its `python`
   subprocess.run([bash, "-c", script], cwd=tmp_path, env=environment, check=True, timeout=1800)
   for name in ("runs/llama/curves.png", "runs/moe/expert_load.png", "moe_hf/config.json"):
     assert (tmp_path / name).exists()

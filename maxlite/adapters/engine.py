@@ -23,12 +23,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.adapters.datum import Datum, Row, check_datum, stack_rows
 from maxlite.adapters.losses import loss_of_row
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import LoraConfig, ModelConfig
 from maxlite.errors import UserError
 from maxlite.kernels.numerics import apply_soft_cap
 from maxlite.layers.lora import ADAPTER, drop_modules, merge_lora
 from maxlite.models import Decoder
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.optim.labels import logical_names
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
@@ -327,6 +327,8 @@ class AdapterEngine:
       logits_tV = jnp.matmul(x_tD, w_DV, preferred_element_type=jnp.float32)
       low_tR = x_tD @ head_a.astype(x_tD.dtype)
       logits_tV += jnp.matmul(low_tR, head_b.astype(x_tD.dtype), preferred_element_type=jnp.float32)
+      if self.base_cfg.family.unembed_bias:
+        logits_tV += cast(Any, params["unembed_bias"])["bias"].astype(jnp.float32)[None]
       logits_tV = apply_soft_cap(logits_tV, self.base_cfg.final_logits_soft_cap)
       return jnp.take_along_axis(jax.nn.log_softmax(logits_tV), targets_tK, axis=1)
 

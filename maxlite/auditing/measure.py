@@ -16,9 +16,9 @@ from flax.linen import meta
 
 from maxlite.auditing.shrink import LENGTH, ROWS, VOCAB
 from maxlite.auditing.variants import Variant
-from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import Config, LoraConfig, ModelConfig
 from maxlite.data.batch import Batch, HostBatch
+from maxlite.models.layer_stacks import layer_stacks
 from maxlite.optim.labels import paths_in, split
 from maxlite.registry import PREFERENCE_LOSSES, ROLLOUT_LOSSES
 from maxlite.sharding import Sharder

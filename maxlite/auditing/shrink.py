@@ -125,6 +125,7 @@ def shrink_model(model: ModelConfig) -> ModelConfig:
     quantization="",
     attention="auto",
     sliding_window_size=min(model.sliding_window_size, 5),
+    trainable_position_size=min(model.trainable_position_size, LENGTH),
     attention_block_q=4,
     lora=dataclasses.replace(model.lora, lora_rank=min(model.lora.lora_rank, 2)),
     scaling=scaling,
@@ -231,6 +232,9 @@ def _latent(mla: LatentAttentionConfig) -> LatentAttentionConfig:
     qk_nope_head_dim=4,
     qk_rope_head_dim=2,
     v_head_dim=6,
+    indexer_n_heads=_small(mla.indexer_n_heads),
+    indexer_head_dim=4,
+    indexer_topk=min(mla.indexer_topk, 5),
   )
 
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from maxlite.checkpoint.chunked_array import Index, split_range
-from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.family import HfFamily, TensorRule
+from maxlite.models.layer_stacks import layer_stacks
 
 EXPERT = "e"  # the axis that counts {expert}
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.inference.sampling import BatchSamplingParams, Drafts, propose, propose_in_turn
 from maxlite.layers import cache
 from maxlite.models.decoder import Decoder
+from maxlite.models.layer_stacks import has_recurrence
 from maxlite.sharding.pytree import PyTree
 
 # What a drafter keeps; the first axis of its arrays, except those of caches, is the row.

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from maxlite.config import Config
-from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.schema import ModelConfig
 from maxlite.data.sources.chat_template import Message
 from maxlite.errors import UserError, escape_controls, exit_on_user_error, write_line
@@ -30,6 +29,7 @@ from maxlite.inference.prompts import (
   read_prompts,
 )
 from maxlite.metrics.writers import JsonlWriter
+from maxlite.models.layer_stacks import has_recurrence
 from maxlite.runs.open_run import open_trained
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree

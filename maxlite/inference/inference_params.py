@@ -7,17 +7,23 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from maxlite.config.layer_stacks import layer_stacks
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.layers.lora import merge_lora
 from maxlite.layers.transposed_linear import TRANSPOSED, TransposedLinear
 from maxlite.models import Decoder
+from maxlite.models.layer_stacks import layer_stacks
 from maxlite.optim.labels import path_of
 from maxlite.sharding import Sharder
 from maxlite.sharding.pytree import PyTree
 
-NOT_TRANSPOSED = ("kv_up", "router", "unembed", "draft_head")  # with readers other than `Linear`
+NOT_TRANSPOSED = (
+  "kv_up",
+  "router",
+  "unembed",
+  "draft_head",
+  "indexer",
+)  # with readers other than `Linear`
 
 
 def inference_model(cfg: ModelConfig, sharder: Sharder) -> Decoder:
@@ -57,8 +63,8 @@ def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
   """Convert `params` of a model of `cfg` to parameters of `inference_model`.
 
   Adapters are merged, stacked layers are unstacked, and matrices are cast to the activation dtype,
-  as each use would cast them; the router, which may compute in another dtype, keeps its own. On
-  CPU, float32 kernels are transposed (`matmul_few_rows`).
+  as each use would cast them; routers and indexers, which may compute in another dtype, keep their
+  own. On CPU, float32 kernels are transposed (`matmul_few_rows`).
   """
   if cfg.lora.lora_rank:
     params = merge_lora(params, cfg.lora.lora_alpha)
@@ -71,7 +77,7 @@ def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
 
 
 def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
-  """Cast the matrices of all modules except the router to the activation dtype."""
+  """Cast the matrices of all modules except routers and indexers to the activation dtype."""
   dtype = jnp.dtype(cfg.dtype)
   stacks = {stack.name for stack in layer_stacks(cfg)}
 
@@ -80,7 +86,7 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
     num_axes = leaf.ndim
     if cfg.scan_layers and names[0] in stacks:
       num_axes -= 1
-    if num_axes <= 1 or "bias" in names[-1] or "router" in names:
+    if num_axes <= 1 or "bias" in names[-1] or {"router", "indexer"} & set(names):
       return leaf
     return leaf.astype(dtype)
 
@@ -111,7 +117,9 @@ def _transpose(params: PyTree, name: str = "") -> PyTree:
   """Transpose the kernels of the module `name`, and of the modules in it."""
   if not isinstance(params, Mapping):
     return params
-  if name in NOT_TRANSPOSED or "kernel" not in params:
+  if name in NOT_TRANSPOSED:
+    return params
+  if "kernel" not in params:
     return {child: _transpose(node, child) for child, node in params.items()}
   transposed: dict[str, PyTree] = {}
   for child, leaf in params.items():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layer_specs import GatedDeltaSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.gated_delta import reference
 from maxlite.kernels.numerics import accumulator_dtype
@@ -21,6 +20,7 @@ from maxlite.layers.delta_operands import (
   zero_carry,
 )
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import GatedDeltaSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.norm import RMSNorm
 from maxlite.layers.partitioned import partitioned

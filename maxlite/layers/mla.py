@@ -1,16 +1,18 @@
 """Multi-head latent attention over packed rows."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlite.config.layer_specs import LatentAttentionSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers import cache
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import LatentAttentionSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class, merge_lora
 from maxlite.layers.norm import RMSNorm
@@ -50,7 +52,8 @@ class LatentAttention(nn.Module):
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
     segment_BT = inputs.segment_BT
     rope = inputs.tables_of(self.spec)
-    q_BTHC = scale_queries(self._queries(x_BTD, rope), inputs.query_scale_BT)
+    query_in = self._query_input(x_BTD)
+    q_BTHC = scale_queries(self._queries(query_in, rope), inputs.query_scale_BT)
     latent_BTL, rotated_BT1R = self._latents(x_BTD, rope)
     entry_BT1C = jnp.concatenate([latent_BTL[:, :, None], rotated_BT1R], axis=-1)
     if cache.is_filled(self):
@@ -58,38 +61,46 @@ class LatentAttention(nn.Module):
     else:
       cache.store_prefill(self, segment_BT, latent=entry_BT1C)
       o_BTHC = self._attend_rows(q_BTHC, latent_BTL, rotated_BT1R, segment_BT)
+    return self._output(o_BTHC, x_BTD.shape[-1]), None
+
+  def _output(self, o_BTHC: jax.Array, width: int) -> jax.Array:
+    """y_BTD of `width` channels from the heads' outputs."""
     out = self._linear(
       "out",
-      features=x_BTD.shape[-1:],
+      features=(width,),
       kernel_names=("q_heads", "kv", "embed"),
       num_in=2,
     )
     y_BTD = checkpoint_name(out(o_BTHC), "out_proj")
-    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), None
+    return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed"))
 
-  def _queries(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
-    """q_BTHC, rotated."""
+  def _query_input(self, x_BTD: jax.Array) -> jax.Array:
+    """What the queries are a projection of: the normalised query latent, or x_BTD without one."""
     mla = self.cfg.mla
-    name_in = "embed"
-    if mla.q_lora_rank:
-      query_down = self._linear(
-        "query_down",
-        features=(mla.q_lora_rank,),
-        kernel_names=("embed", "latent"),
-      )
-      latent_BTQ = checkpoint_name(query_down(x_BTD), "query_latent")
-      x_BTD = self._norm("query_norm")(latent_BTQ)
-      name_in = "q_lora"
+    if not mla.q_lora_rank:
+      return x_BTD
+    query_down = self._linear(
+      "query_down",
+      features=(mla.q_lora_rank,),
+      kernel_names=("embed", "latent"),
+    )
+    latent_BTQ = checkpoint_name(query_down(x_BTD), "query_latent")
+    return self._norm("query_norm")(latent_BTQ)
+
+  def _queries(self, query_in: jax.Array, rope: RopeTables) -> jax.Array:
+    """q_BTHC, rotated, from the result of `_query_input`."""
+    mla = self.cfg.mla
+    name_in = "q_lora" if mla.q_lora_rank else "embed"
     num_channels = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     query = self._linear(
       "query",
       features=(self.cfg.base_num_query_heads, num_channels),
       kernel_names=(name_in, "q_heads", "kv"),
     )
-    q_BTHC = checkpoint_name(query(x_BTD), "query_proj")
+    q_BTHC = checkpoint_name(query(query_in), "query_proj")
     q_BTHC = self.sharder.constrain(q_BTHC, HEAD_NAMES)
     plain_BTHC, x_BTHR = jnp.split(q_BTHC, [mla.qk_nope_head_dim], axis=-1)
-    rotated_BTHR = _rotate_pairs(x_BTHR, rope)
+    rotated_BTHR = rotate_pairs(x_BTHR, rope)
     return jnp.concatenate([plain_BTHC, rotated_BTHR], axis=-1)
 
   def _latents(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +113,7 @@ class LatentAttention(nn.Module):
     )
     down_BTC = checkpoint_name(kv_down(x_BTD), "kv_latent")
     latent_BTL, x_BTR = jnp.split(down_BTC, [mla.kv_lora_rank], axis=-1)
-    rotated_BT1R = _rotate_pairs(x_BTR[:, :, None], rope)
+    rotated_BT1R = rotate_pairs(x_BTR[:, :, None], rope)
     normed_BTL = self._norm("kv_norm")(latent_BTL)
     return normed_BTL, rotated_BT1R
 
@@ -155,10 +166,18 @@ class LatentAttention(nn.Module):
     entry_BT1C: jax.Array,
     segment_BT: jax.Array,
   ) -> jax.Array:
-    """o_BTHC by the cache, with the up-projection absorbed into queries and outputs."""
-    mla = self.cfg.mla
+    """o_BTHC by the cache, with the new positions added to it."""
     entries, masks = cache.update(self, segment_BT, latent=entry_BT1C)
-    (latent_blocks,) = entries
+    return self._attend_latents(q_BTHC, entries[0], masks)
+
+  def _attend_latents(
+    self,
+    q_BTHC: jax.Array,
+    latent_blocks: cache.Blocks,
+    masks: Sequence[cached.BlockMask],
+  ) -> jax.Array:
+    """o_BTHC by cached latents, with the up-projection absorbed into queries and outputs."""
+    mla = self.cfg.mla
     names = ("activation_batch", None, "activation_kv_length", None)
     blocks = [self.sharder.constrain(block_B1SC, names) for block_B1SC in latent_blocks]
     kv_up = self._up()
@@ -212,6 +231,6 @@ class LatentAttention(nn.Module):
     return RMSNorm(EPSILON, jnp.dtype(self.cfg.weight_dtype), name=name)
 
 
-def _rotate_pairs(x_BTHR: jax.Array, rope: RopeTables) -> jax.Array:
+def rotate_pairs(x_BTHR: jax.Array, rope: RopeTables) -> jax.Array:
   """The rotary embedding of interleaved pairs of channels, in the layout of `apply_rope`."""
   return apply_rope(deinterleave(x_BTHR), rope.cos_BTC, rope.sin_BTC)

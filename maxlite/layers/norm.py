@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,47 @@ class RMSNorm(nn.Module):
     return scale
 
 
-def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> RMSNorm:
+class LayerNorm(nn.Module):
+  """(x - mean(x)) / std(x) * scale + bias over the last axis, in float32, returned in x's type.
+
+  The variance is that of all channels, without Bessel's correction.
+
+  Source: Ba et al., Layer Normalization (2016), section 3.
+  """
+
+  epsilon: float
+  weight_dtype: jnp.dtype
+  has_bias: bool = True
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    dtype = accumulator_dtype(x.dtype)
+    x32 = x.astype(dtype)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(variance + self.epsilon)
+    y = y * self._channels("scale", nn.initializers.ones, x.shape).astype(dtype)
+    if self.has_bias:
+      y = y + self._channels("bias", nn.initializers.zeros, x.shape).astype(dtype)
+    return y.astype(x.dtype)
+
+  def _channels(self, name: str, init: Init, shape: tuple[int, ...]) -> jax.Array:
+    """A parameter of each channel, for an array of this shape."""
+    value_D = self.param(name, partitioned(init, ("norm",)), shape[-1:], self.weight_dtype)
+    return value_D.reshape((*(1,) * (len(shape) - 1), -1))
+
+
+def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> nn.Module:
   """The norm of the family of `cfg`."""
+  family = cfg.family
+  weight_dtype = jnp.dtype(cfg.weight_dtype)
+  if family.norm == "layer":
+    assert has_scale, name
+    return LayerNorm(cfg.normalization_layer_epsilon, weight_dtype, family.norm_bias, name=name)
   return RMSNorm(
     cfg.normalization_layer_epsilon,
-    jnp.dtype(cfg.weight_dtype),
-    cfg.family.zero_centred_norms,
+    weight_dtype,
+    family.zero_centred_norms,
     has_scale,
     name=name,
   )

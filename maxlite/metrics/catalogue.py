@@ -34,6 +34,9 @@ METRICS: dict[str, Metric] = {
     "1", "Balance loss of the experts, not weighted; 1 is balanced.", "learning/moe_lb_loss"
   ),
   "router_z_loss": Metric("1", "z-loss of the routers' logits, not weighted."),
+  "indexer_loss": Metric(
+    "nats per token", "Divergence of the indexers' distributions from attention, not weighted."
+  ),
   "mtp_loss": Metric("nats per token", "Loss of multi-token prediction.", "learning/mtp_loss"),
   "draft_loss": Metric("nats per token", "Loss of the draft heads."),
   "distill_loss": Metric(
@@ -139,6 +142,7 @@ METRICS: dict[str, Metric] = {
   "*/total_loss": Metric("nats per token", "`total_loss` of a phase."),
   "*/draft_loss": Metric("nats per token", "`draft_loss` of a phase."),
   "*/mtp_loss": Metric("nats per token", "`mtp_loss` of a phase."),
+  "*/indexer_loss": Metric("nats per token", "`indexer_loss` of a phase."),
 }
 
 

@@ -37,6 +37,7 @@ TRAINING_CELLS = {
   "loss": "loss {:7.4f}",
   "draft_loss": "drafts {:7.4f}",
   "mtp_loss": "mtp {:7.4f}",
+  "indexer_loss": "indexer {:7.4f}",
   "rewards/margins": "margin {:7.4f}",
   "rewards/accuracies": "accuracy {:6.1%}",
   "learning_rate": "lr {:.2e}",

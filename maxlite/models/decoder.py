@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import AttentionSpec, LayerSpec, LayerStack
-from maxlite.config.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers import cache
-from maxlite.layers.embed import Embed, Unembed
+from maxlite.layers.alibi import key_bias
+from maxlite.layers.embed import Embed, Unembed, UnembedBias
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
+from maxlite.layers.layer_specs import AttentionSpec, LayerSpec, LayerStack
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.lora import linear_class
 from maxlite.layers.moe import routes
 from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
+from maxlite.layers.position_embed import PositionEmbed
 from maxlite.layers.rope import query_scale
 from maxlite.layers.sharded_attention import MAX_LOGITS
 from maxlite.models.decoder_layer import (
@@ -27,9 +28,11 @@ from maxlite.models.decoder_layer import (
   stack_sums,
 )
 from maxlite.models.draft import DraftHeads, shift_left
+from maxlite.models.layer_stacks import layer_specs, layer_stacks, mtp_layer_spec
 from maxlite.models.mtp import MultiTokenPrediction, mtp_segments
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 
 LONGEST_UNROLLED = 32  # layers of a scan that a GPU's program unrolls
 Modules = nn.Module | list[nn.Module]  # Of a stack: one scanned module, or one for each unit.
@@ -55,6 +58,8 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
+    if cfg.family.positions == "learned":
+      self.position_embed = PositionEmbed(cfg, self.sharder)
     if any(layer.has_per_layer_input for layer in layer_specs(cfg)):
       self.per_layer_embed = PerLayerEmbed(cfg, self.sharder, linear)
     for stack in layer_stacks(cfg):
@@ -62,6 +67,8 @@ class Decoder(nn.Module):
     self.final_norm = build_norm(cfg)
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg)
+    if cfg.family.unembed_bias:
+      self.unembed_bias = UnembedBias(cfg)
     if cfg.num_draft_heads:
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
     if cfg.mtp_num_layers:
@@ -122,8 +129,10 @@ class Decoder(nn.Module):
     segment_BT: jax.Array,
     position_BT: jax.Array,
   ) -> tuple[jax.Array, LayerSums]:
-    """(x_BTD after the final norm, sums of the MoE layers stacked along a leading axis N)."""
+    """(x_BTD after the final norm, sums of the layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
+    if self.cfg.family.positions == "learned":
+      x_BTD += self.position_embed(position_BT)
     inputs = self._inputs(segment_BT, position_BT)
     per_layer_NBTP = None
     if any(layer.has_per_layer_input for layer in layer_specs(self.cfg)):
@@ -154,7 +163,10 @@ class Decoder(nn.Module):
     query_scale_BT = None
     if self.cfg.rope.query_scaling_beta:
       query_scale_BT = query_scale(position_BT, self.cfg.rope)
-    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT)
+    key_bias_BTH = None
+    if self.cfg.family.positions == "alibi":
+      key_bias_BTH = key_bias(position_BT, self.cfg.base_num_query_heads)
+    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT, key_bias_BTH)
 
   def _run(
     self, stack: LayerStack, x_BTD: jax.Array, inputs: LayerInputs
@@ -164,6 +176,7 @@ class Decoder(nn.Module):
     Their sums are stacked along a leading axis N. The keys and values are those of the last unit.
     """
     modules = getattr(self, stack.name)
+    sums: PyTree
     if isinstance(modules, nn.Module):
       is_first = _is_first(stack)
       if is_first is not None:
@@ -178,8 +191,9 @@ class Decoder(nn.Module):
         sums_by_unit.append(outputs.sums)
       sums = stack_sums(sums_by_unit)
       keys_values = outputs.keys_values
-    if stack.num_moe_layers > stack.num_units:  # The units' sums are stacked too.
-      sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+    for name, of_layers in sums.items():
+      if stack.num_layers_with(name) > stack.num_units:  # The units' sums are stacked too.
+        sums[name] = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers)
     return x_BTD, LayerOutputs(sums, keys_values)
 
   def unembedding(self) -> jax.Array:
@@ -198,9 +212,27 @@ class Decoder(nn.Module):
     segment_BT: jax.Array,
     position_BT: jax.Array,
   ) -> tuple[jax.Array, LayerSums, jax.Array]:
-    """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs."""
+    """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs.
+
+    A bias of the logits is one more row of w_DV, with which x_BTD has a 1.
+    """
     x_BTD, sums = self.hidden(tokens_BT, segment_BT, position_BT)
-    return x_BTD, sums, self.unembedding()
+    w_DV = self.unembedding()
+    if self.cfg.family.unembed_bias:
+      x_BTD, w_DV = self._with_bias(x_BTD, w_DV)
+    return x_BTD, sums, w_DV
+
+  def _with_bias(self, x_BTD: jax.Array, w_DV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(x_BTD, w_DV) with as many more channels as shards: the bias, and zeros."""
+    num_more = self.sharder.num_shards("embed")
+    one_BTD = jnp.zeros((*x_BTD.shape[:2], num_more), x_BTD.dtype).at[..., 0].set(1)
+    bias_DV = jnp.zeros((num_more, w_DV.shape[1]), w_DV.dtype).at[0].set(self.unembed_bias())
+    x_BTD = jnp.concatenate([x_BTD, one_BTD], axis=-1)
+    w_DV = jnp.concatenate([w_DV, bias_DV])
+    return (
+      self.sharder.constrain(x_BTD, ("activation_batch", "activation_length", "activation_embed")),
+      self.sharder.constrain(w_DV, ("embed", "vocab")),
+    )
 
   def __call__(
     self,
@@ -263,6 +295,9 @@ class Decoder(nn.Module):
       w_DV,
       preferred_element_type=accumulator_dtype(x.dtype),
     )
+    if self.cfg.family.unembed_bias:
+      bias_V = self.unembed_bias().astype(logits.dtype)
+      logits = logits + bias_V.reshape((*(1,) * (logits.ndim - 1), -1))
     logits = apply_soft_cap(logits, self.cfg.final_logits_soft_cap)
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")
@@ -289,9 +324,13 @@ def _is_first(stack: LayerStack) -> jax.Array | None:
 
 
 def _concatenate(sums_by_stack: list[LayerSums]) -> LayerSums:
-  """The sums of all MoE layers, given those of each stack."""
-  if not sums_by_stack:
-    return {}
-  if len(sums_by_stack) == 1:
-    return sums_by_stack[0]
-  return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums_by_stack)
+  """The sums of all layers, given those of each stack, of which some may have none."""
+  by_stack: list[PyTree] = list(sums_by_stack)
+  concatenated: PyTree = {}
+  for name in dict.fromkeys(name for sums in by_stack for name in sums):
+    of_name = [sums[name] for sums in by_stack if name in sums]
+    if len(of_name) == 1:
+      concatenated[name] = of_name[0]
+    else:
+      concatenated[name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *of_name)
+  return concatenated

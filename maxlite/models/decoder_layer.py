@@ -2,16 +2,17 @@
 
 import pkgutil
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import FeedForwardSpec, LayerSpec, MixerSpec
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.indexer import IndexerSums
 from maxlite.layers.keys_values import KeysValues
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.layers.layer_specs import FeedForwardSpec, LayerSpec, MixerSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.moe.router import RouterSums
 from maxlite.layers.norm import build_norm
@@ -20,9 +21,16 @@ from maxlite.layers.per_layer_embed import PerLayerInput
 from maxlite.layers.rope import RopeTables, rope_tables
 from maxlite.models.remat import remat
 from maxlite.sharding import Sharder
+from maxlite.sharding.pytree import PyTree
 
 LAYER_SCALE = "layer_scale"  # the only parameter that no loss changes
-LayerSums = dict[str, RouterSums]  # {"moe": sums} of a mixture, else empty.
+
+
+class LayerSums(TypedDict, total=False):
+  """Sums over tokens of a layer, or of several, stacked along a leading axis."""
+
+  indexer: IndexerSums
+  moe: RouterSums
 
 
 class LayerOutputs(NamedTuple):
@@ -50,7 +58,7 @@ def rope_by_name(position_BT: jax.Array, layers: Iterable[LayerSpec]) -> dict[st
 class DecoderLayer(nn.Module):
   """A mixer of positions, then a feed-forward, each after a norm: the modules that `spec` names.
 
-  Returns (y_BTD, LayerOutputs).
+  In families with parallel layers, both read the layer's input. Returns (y_BTD, LayerOutputs).
   """
 
   cfg: ModelConfig
@@ -61,13 +69,23 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerOutputs]:
     mixer = self._module(self.spec.mixer)
-    y_BTD, keys_values = mixer(self._pre_norm("attention_norm", x_BTD), inputs)
+    input_BTD = x_BTD
+    mixed_BTD = self._pre_norm("attention_norm", x_BTD)
+    y_BTD, keys_values = mixer(mixed_BTD, inputs)
+    sums: LayerSums = {}
+    if self.spec.mixer.has_sums:
+      y_BTD, sums["indexer"] = y_BTD
     x_BTD += self._update("attention_post_norm", y_BTD)
 
     spec = self.spec.feed_forward
     feed_forward = self._module(spec)
-    result = feed_forward(self._pre_norm(spec.pre_norm, x_BTD), inputs.segment_BT, x_BTD)
-    sums: LayerSums = {}
+    if self.cfg.family.parallel == "one_norm":
+      normed_BTD = mixed_BTD
+    elif self.cfg.family.parallel:
+      normed_BTD = self._pre_norm(spec.pre_norm, input_BTD)
+    else:
+      normed_BTD = self._pre_norm(spec.pre_norm, x_BTD)
+    result = feed_forward(normed_BTD, inputs.segment_BT, x_BTD)
     if spec.has_experts:
       result, sums["moe"] = result
     x_BTD += self._update(spec.post_norm, result)
@@ -114,8 +132,8 @@ class LayerUnit(nn.Module):
   """Layers in order, as the modules `names`.
 
   The fields of its inputs that differ between layers have a leading axis of the layers. Returns
-  (y_BTD, LayerOutputs), where `sums` are those of the MoE layer; those of several are stacked along
-  a leading axis.
+  (y_BTD, LayerOutputs), where `sums` are those of the one layer that has them; those of several are
+  stacked along a leading axis.
   """
 
   cfg: ModelConfig
@@ -136,12 +154,17 @@ class LayerUnit(nn.Module):
       if outputs.sums:
         sums_by_layer.append(outputs.sums)
       keys_values |= outputs.keys_values
-    sums: LayerSums = {}
-    if len(sums_by_layer) == 1:
-      sums = sums_by_layer[0]
-    elif sums_by_layer:
-      sums = stack_sums(sums_by_layer)
-    return x_BTD, LayerOutputs(sums, keys_values)
+    return x_BTD, LayerOutputs(_merge_sums(sums_by_layer), keys_values)
+
+
+def _merge_sums(sums_by_layer: list[LayerSums]) -> LayerSums:
+  """The sums of layers of which some may have none; those of several are stacked."""
+  by_layer: list[PyTree] = list(sums_by_layer)
+  merged: PyTree = {}
+  for name in dict.fromkeys(name for sums in by_layer for name in sums):
+    of_name: PyTree = [{name: sums[name]} for sums in by_layer if name in sums]
+    merged |= of_name[0] if len(of_name) == 1 else stack_sums(of_name)
+  return merged
 
 
 def stack_sums(sums_by_layer: list[LayerSums]) -> LayerSums:

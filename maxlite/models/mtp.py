@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_stacks import mtp_layer_spec
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.linear import LinearClass
 from maxlite.layers.norm import build_norm
 from maxlite.models.decoder_layer import DecoderLayer, LayerSums, stack_sums
 from maxlite.models.draft import shift_left
+from maxlite.models.layer_stacks import mtp_layer_spec
 from maxlite.models.remat import remat
 from maxlite.sharding import ROWS, Sharder
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxlite.config.layer_stacks import layer_stacks, num_moe_layers
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.routes import EXPERTS
+from maxlite.models.layer_stacks import layer_stacks, num_moe_layers
 from maxlite.sharding.pytree import PyTree
 
 

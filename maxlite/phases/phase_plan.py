@@ -15,7 +15,8 @@ from maxlite.phases.phase_schedule import PhaseSchedule, Plateau, Threshold
 from maxlite.sharding.pytree import PyTree
 
 PhaseSpan = tuple[int, int, str]  # The first and last step of a span, and its phase.
-LOSS_NAMES = ("loss", "draft_loss", "mtp_loss", "total_loss")  # Names in the row of a step.
+# Names in the row of a step.
+LOSS_NAMES = ("loss", "draft_loss", "mtp_loss", "indexer_loss", "total_loss")
 _NUM_SHOWN = 6  # Spans in the description of a schedule.
 
 

@@ -16,9 +16,9 @@ from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 
-from maxlite.config.layer_stacks import layer_specs, num_moe_layers
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.moe.dispatch import choose_dispatch
+from maxlite.models.layer_stacks import layer_specs, num_moe_layers
 from maxlite.models.remat import saved_by_remat
 from maxlite.optim.labels import paths_in, split
 from maxlite.planning.hlo_collectives import SENT_PER_BYTE, Collective, merge_collectives
@@ -270,7 +270,7 @@ def _gathered_index(names: LogicalNames) -> int | None:
 
 
 def _kind_of_weight(path: list[str]) -> str:
-  if path[0] in ("embed", "unembed"):
+  if path[0] in ("embed", "position_embed", "unembed"):
     return "table"
   if path[-2] == "moe":
     return "expert"

@@ -13,7 +13,6 @@ from maxlite.checkpoint.checksum import tree_hash
 from maxlite.checkpoint.manager import Restored
 from maxlite.checkpoint.run_folder import Changes, RunFolder
 from maxlite.config import Config, describe_changes
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.raw_values import show
 from maxlite.config.schema import OptimizerConfig, build, flatten
 from maxlite.data.loader import DataLoader
@@ -25,6 +24,7 @@ from maxlite.metrics.flops import active_parameter_count
 from maxlite.metrics.goodput import Stopwatch, describe_goodput
 from maxlite.metrics.step_row import Row
 from maxlite.metrics.writers import Writers
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.optim import build_schedule, with_schedule_steps
 from maxlite.sharding.compiler_options import describe_options
 from maxlite.training.callbacks import Callback

@@ -14,6 +14,7 @@ from flax import struct
 
 from maxlite.config.schema import MoeConfig, TrainingConfig
 from maxlite.data.batch import Batch, DeviceBatch
+from maxlite.layers.indexer import indexer_loss
 from maxlite.layers.moe import routes
 from maxlite.layers.moe.dispatch import choose_dispatch
 from maxlite.layers.moe.losses import load_balance_loss, router_z_loss
@@ -32,6 +33,7 @@ from maxlite.training.mtp_loss import (
   MtpSums,
   add_mtp_loss,
   count_routed,
+  count_tokens,
   mtp_sums,
   mtp_weights,
 )
@@ -230,6 +232,9 @@ def add_auxiliary_losses(
     parts["router_z_loss"] = router_z_loss(routers)
     total += moe.load_balance_loss_weight * parts["load_balance_loss"]
     total += moe.router_z_loss_weight * parts["router_z_loss"]
+  if "indexer" in sums.layers and cfg.indexer_loss_scaling_factor:
+    parts["indexer_loss"] = indexer_loss(sums.layers["indexer"])
+    total += cfg.indexer_loss_scaling_factor * parts["indexer_loss"]
   return total, parts | {"total_loss": total}
 
 
@@ -398,8 +403,11 @@ class DecoderLoss(LossFunction):
 
 def _count_rows(sums: Sums, batch: DeviceBatch, num_mtp_layers: int) -> Sums:
   """The sums with the numbers of tokens and rows of the whole batch."""
-  counted = sums.replace(weight=jnp.sum(batch.weight_BT))
-  if "moe" not in sums.layers:
-    return counted
-  routers = count_routed(sums.layers["moe"], batch.segment_BT, num_mtp_layers)
-  return counted.replace(layers={"moe": routers})
+  layers = dict(sums.layers)
+  if "moe" in layers:
+    layers["moe"] = count_routed(sums.layers["moe"], batch.segment_BT, num_mtp_layers)
+  if "indexer" in layers:
+    indexer = sums.layers["indexer"]
+    tokens_N = count_tokens(indexer.tokens, batch.segment_BT, num_mtp_layers)
+    layers["indexer"] = indexer.replace(tokens=tokens_N)
+  return sums.replace(weight=jnp.sum(batch.weight_BT), layers=layers)

@@ -84,13 +84,23 @@ def count_routed(sums: RouterSums, segment_BT: jax.Array, num_layers: int) -> Ro
   Args:
     sums: stacked over layers, of which the last `num_layers` are of multi-token prediction.
   """
-  real_BT = segment_BT > 0
-  tokens_N = jnp.full_like(sums.tokens, jnp.sum(real_BT))
-  rows_N = jnp.full_like(sums.rows, jnp.sum(jnp.any(real_BT, axis=1)))
+  rows_N = jnp.full_like(sums.rows, jnp.sum(jnp.any(segment_BT > 0, axis=1)))
+  if num_layers:
+    real_BTJ = mtp_segments(segment_BT, num_layers) > 0
+    rows_J = jnp.sum(jnp.any(real_BTJ, axis=1), axis=0, dtype=rows_N.dtype)
+    rows_N = rows_N.at[-num_layers:].set(rows_J)
+  return sums.replace(tokens=count_tokens(sums.tokens, segment_BT, num_layers), rows=rows_N)
+
+
+def count_tokens(tokens_N: jax.Array, segment_BT: jax.Array, num_layers: int) -> jax.Array:
+  """An array like tokens_N with the number of tokens of a batch that each layer processes.
+
+  Args:
+    num_layers: the layers of multi-token prediction, which are the last ones.
+  """
+  counted_N = jnp.full_like(tokens_N, jnp.sum(segment_BT > 0))
   if num_layers:
     real_BTJ = mtp_segments(segment_BT, num_layers) > 0
     tokens_J = jnp.sum(real_BTJ, axis=(0, 1), dtype=tokens_N.dtype)
-    rows_J = jnp.sum(jnp.any(real_BTJ, axis=1), axis=0, dtype=rows_N.dtype)
-    tokens_N = tokens_N.at[-num_layers:].set(tokens_J)
-    rows_N = rows_N.at[-num_layers:].set(rows_J)
-  return sums.replace(tokens=tokens_N, rows=rows_N)
+    counted_N = counted_N.at[-num_layers:].set(tokens_J)
+  return counted_N

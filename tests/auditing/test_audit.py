@@ -20,7 +20,7 @@ from maxlite.auditing.narrow_sums import narrow_sums
 from maxlite.auditing.shrink import shrink, shrink_model
 from maxlite.auditing.variants import AXES, Variant, variants_of
 from maxlite.config import load_config
-from maxlite.config.layer_stacks import layer_specs
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.training.spec import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from buffer_mistakes import BUFFER_MISTAKES
+from indexer_mistakes import INDEXER_MISTAKES
 from member_mistakes import MEMBER_MISTAKES
 from mtp_mistakes import MTP_MISTAKES
 from rollout_mistakes import ROLLOUT_MISTAKES
@@ -323,6 +324,7 @@ MISTAKES = (
   | BUFFER_MISTAKES
   | MEMBER_MISTAKES
   | TUNING_MISTAKES
+  | INDEXER_MISTAKES
   | MTP_MISTAKES
   | ROLLOUT_MISTAKES
   | ROPE_MISTAKES

@@ -9,10 +9,10 @@ import pytest
 import tiny_families as families
 from support.slow_cases import slow
 
-from maxlite.config.layer_stacks import has_recurrence
 from maxlite.config.model_families import MODELS
 from maxlite.inference.inference_params import inference_model, inference_params
 from maxlite.layers import cache
+from maxlite.models.layer_stacks import has_recurrence
 
 # Windows and soft caps; inference/tiny_engine.py has experts.
 FAST = ("gemma2",)

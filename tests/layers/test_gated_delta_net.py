@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import ModelConfig
 from maxlite.config.schema.model_config import GatedDeltaConfig
 from maxlite.layers import cache
 from maxlite.layers.causal_conv import causal_conv, last_positions
 from maxlite.layers.gated_delta_net import GatedDeltaNet
 from maxlite.layers.layer_inputs import LayerInputs
+from maxlite.models.layer_stacks import layer_specs
 
 NUM_ROWS = 8
 NUM_POSITIONS = 16

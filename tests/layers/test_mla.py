@@ -9,11 +9,11 @@ import pytest
 from support import trees
 from support.slow_cases import slow
 
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.schema import LatentAttentionConfig, ModelConfig
 from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.mla import LatentAttention
 from maxlite.layers.rope import RopeTables
+from maxlite.models.layer_stacks import layer_specs
 
 NUM_SEQS = 4
 NUM_POSITIONS = 8

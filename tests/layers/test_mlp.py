@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support import trees
 
-from maxlite.config.layer_specs import MlpSpec
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_specs import MlpSpec
 from maxlite.layers.mlp import MLP, build_activation, checkpointed_activation
 
 FORMULAS = {

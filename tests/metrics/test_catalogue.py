@@ -33,6 +33,7 @@ RUNS = {
     "qk_clip_threshold": 100,
     "skip_step_on_spikes": True,
   },
+  "indexer": {"decoder_block": "deepseek", "use_indexer": True, "q_lora_rank": 8},
   "phases": {
     "decoder_block": "llama",
     "num_draft_heads": 2,

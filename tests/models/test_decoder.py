@@ -11,7 +11,6 @@ from flax.linen import meta
 from support import trees
 from support.slow_cases import fast_only, slow
 
-from maxlite.config.layer_stacks import layer_specs
 from maxlite.config.model_families import MODELS
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.layers.layer_inputs import LayerInputs
@@ -19,6 +18,7 @@ from maxlite.layers.norm import RMSNorm
 from maxlite.layers.rope import rope_tables
 from maxlite.models import Decoder
 from maxlite.models.decoder_layer import DecoderLayer
+from maxlite.models.layer_stacks import layer_specs
 from maxlite.sharding import Sharder, build_mesh
 
 TINY = {

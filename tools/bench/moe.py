@@ -43,11 +43,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step import SHAPE, program_candidate, tokens_of
 
 from maxlite.config import load_config
-from maxlite.config.layer_specs import MlpSpec, MoeSpec
 from maxlite.config.model_families import MoeForm
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.hardware import Hardware, hardware_of
 from maxlite.kernels.xla_cpu import keep_freed_memory
+from maxlite.layers.layer_specs import MlpSpec, MoeSpec
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.optim.labels import logical_names

@@ -7,7 +7,7 @@ from maxlite.config.rules.violation import (
   changed_keys,
   largest_divisor,
 )
-from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
+from maxlite.config.schema import DEFAULTS, Config, CycleConfig, RopeConfig, TilesConfig, flatten
 from maxlite.registry import ATTENTION_BACKENDS
 
 # By key of the rotary embedding, the types that read it.
@@ -104,6 +104,53 @@ def _rotated_channels(cfg: Config) -> Violations:
     )
 
 
+def indexer(cfg: Config) -> Violations:
+  """The rules on sparse attention with an indexer."""
+  model = cfg.model
+  mla = model.mla
+  if not mla.use_indexer:
+    keys = [key for key in flatten(mla) if key.startswith("indexer_")]
+    for key in changed_keys(cfg, [*keys, "indexer_loss_scaling_factor"]):
+      yield Violation(
+        [key, "use_indexer"],
+        f"the model has no indexer; write use_indexer=true, or {key}={show(DEFAULTS[key])}",
+      )
+    return
+  if not model.family.reads("mla"):
+    yield Violation(
+      ["use_indexer", "decoder_block"],
+      "selects keys of latent attention; write decoder_block=deepseek, or use_indexer=false",
+    )
+    return
+  if not mla.q_lora_rank:
+    yield Violation(
+      ["use_indexer", "q_lora_rank"],
+      "the indexer's queries are a projection of the query latent; write q_lora_rank=1536",
+    )
+  if mla.indexer_head_dim < mla.qk_rope_head_dim:
+    yield Violation(
+      ["indexer_head_dim", "qk_rope_head_dim"],
+      "so many of the indexer's channels rotate; write "
+      f"indexer_head_dim={mla.qk_rope_head_dim} or more",
+    )
+  if model.attention != "auto":
+    yield Violation(
+      ["attention", "use_indexer"],
+      "no backend attends keys that an indexer selects; write attention=auto, with which blocks of "
+      "attention_block_q queries are compiled by XLA",
+    )
+  if model.context_parallel_strategy != "all_gather":
+    yield Violation(
+      ["context_parallel_strategy", "use_indexer"],
+      "queries select among the keys of all shards; write context_parallel_strategy=all_gather",
+    )
+  if cfg.training.qk_clip_threshold:
+    yield Violation(
+      ["qk_clip_threshold", "use_indexer"],
+      "logits of selected keys are not measured; write qk_clip_threshold=0",
+    )
+
+
 def gated_delta(cfg: Config) -> Violations:
   """The rules on models with gated delta nets."""
   model = cfg.model
@@ -190,6 +237,58 @@ def layer_cycles(cfg: Config) -> Violations:
       ["base_num_query_heads", "global_num_kv_heads"],
       f"query heads must be a multiple of key/value heads; write global_num_kv_heads={divisor}",
     )
+
+
+def unembed_bias(cfg: Config) -> Violations:
+  """The rules on families whose logits have a bias."""
+  model = cfg.model
+  if not model.family.unembed_bias:
+    return
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"the logits of this family have a bias, which drafts do not support; write {key}=0",
+    )
+  if model.logits_scaling != 1:
+    yield Violation(
+      ["logits_scaling", "decoder_block"],
+      "the logits of this family have a bias, which is not scaled; write logits_scaling=1",
+    )
+
+
+def positions(cfg: Config) -> Violations:
+  """The rules on how positions reach the model."""
+  model = cfg.model
+  num_positions = model.trainable_position_size
+  if model.family.positions != "learned":
+    if num_positions:
+      yield Violation(
+        ["trainable_position_size", "decoder_block"],
+        "the positions of this family are not learned; write trainable_position_size=0",
+      )
+  elif num_positions == 0:
+    yield Violation(
+      ["trainable_position_size", "decoder_block"],
+      "the positions of this family are learned; write "
+      f"trainable_position_size={cfg.data.max_target_length}",
+    )
+  elif num_positions < cfg.data.max_target_length:
+    yield Violation(
+      ["trainable_position_size", "max_target_length"],
+      f"longer rows have positions without an embedding; write max_target_length={num_positions}",
+    )
+  if model.family.positions == "alibi" and model.base_num_kv_heads != model.base_num_query_heads:
+    yield Violation(
+      ["base_num_kv_heads", "decoder_block"],
+      "this family has a bias of the keys of each query head; write "
+      f"base_num_kv_heads={model.base_num_query_heads}",
+    )
+  if model.family.positions != "rope":
+    for key in changed_keys(cfg, list(flatten(RopeConfig()))):
+      yield Violation(
+        [key, "decoder_block"],
+        f"this family has no rotary embedding; write {key}={show(DEFAULTS[key])}",
+      )
 
 
 def rope(cfg: Config) -> Violations:
@@ -287,4 +386,16 @@ def memory(cfg: Config) -> Violations:
     )
 
 
-MODEL_RULES = (attention, gated_delta, layer_cycles, rope, rope_length, longrope, mlp, memory)
+MODEL_RULES = (
+  attention,
+  indexer,
+  gated_delta,
+  layer_cycles,
+  positions,
+  unembed_bias,
+  rope,
+  rope_length,
+  longrope,
+  mlp,
+  memory,
+)

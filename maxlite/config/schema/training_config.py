@@ -146,6 +146,12 @@ class TrainingConfig:
   )
   logits_chunk_tokens: int = field(2048, "Tokens per device with logits in memory at once.", low=1)
   z_loss_multiplier: float = field(0.0, "Weight of the logits' z-loss.", low=0)
+  indexer_loss_scaling_factor: float = field(
+    1.0,
+    "Weight of the indexer's loss (use_indexer), whose gradient reaches only the indexer. 0: the "
+    "indexer has no gradient.",
+    low=0,
+  )
   ema_decay: float = model_field(
     0.0,
     "Decay of an exponential moving average of the weights (0.999 is usual). The average is "

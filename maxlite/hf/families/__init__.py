@@ -7,24 +7,30 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  cohere,
   deepseek,
   dots,
   ernie,
   exaone,
+  falcon,
   gemma,
   gemma4,
   glm,
+  gpt,
   gpt_oss,
   granite,
+  hunyuan,
   llama,
   minimax,
   mistral4,
   mixtral,
   olmo,
+  opt,
   phi,
   qwen2_moe,
   qwen_next,
   smollm,
+  sparse_attention,
 )
 from maxlite.hf.family import HfFamily
 
@@ -35,6 +41,7 @@ for _file in (
   llama,
   mixtral,
   deepseek,
+  sparse_attention,
   gemma,
   gemma4,
   gpt_oss,
@@ -46,9 +53,14 @@ for _file in (
   dots,
   ernie,
   granite,
+  hunyuan,
   mistral4,
   qwen_next,
   qwen2_moe,
   exaone,
+  gpt,
+  opt,
+  falcon,
+  cohere,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

@@ -3,8 +3,8 @@
 import jax
 from flax import linen as nn
 
-from maxlite.config.layer_specs import MoeBesideMlpSpec
 from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_specs import MoeBesideMlpSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.moe_block import MoeBlock

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from maxlite.config.layer_specs import MlpSpec, MoeSpec
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype
+from maxlite.layers.layer_specs import MlpSpec, MoeSpec
 from maxlite.layers.linear import Linear, LinearClass
 from maxlite.layers.mlp import MLP
 from maxlite.layers.moe.dispatch import DispatchCounts, choose_dispatch

@@ -13,9 +13,9 @@ import pytest
 from flax.linen import meta
 from support.slow_cases import slow
 
-from maxlite.config.layer_specs import MoeSpec
 from maxlite.config.model_families import MoeForm
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
+from maxlite.layers.layer_specs import MoeSpec
 from maxlite.layers.moe import receive_buffer
 from maxlite.layers.moe.moe_block import MoeBlock
 from maxlite.layers.moe.router import RouterSums

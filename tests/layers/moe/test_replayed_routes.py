@@ -13,10 +13,10 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from support.slow_cases import slow
 
-from maxlite.config.layer_specs import MoeSpec
 from maxlite.config.model_families import MoeForm
 from maxlite.config.schema import DEFAULTS, ModelConfig, MoeConfig, build
 from maxlite.errors import UserError
+from maxlite.layers.layer_specs import MoeSpec
 from maxlite.layers.moe import routes
 from maxlite.layers.moe.expert_choice import topk_softmax
 from maxlite.layers.moe.moe_block import MoeBlock

@@ -36,6 +36,7 @@ class MixerSpec:
   module: ClassVar[str]  # "module:class"
   name: ClassVar[str]  # of the module in its layer
   shares_scope: ClassVar[bool] = False  # its parameters have the path of the layer
+  has_sums: ClassVar[bool] = False  # its module returns ((y_BTD, IndexerSums), keys and values)
   is_recurrent: ClassVar[bool] = False  # the cache has a state, of which no position can be removed
 
   kv_heads_axis: ClassVar[str] = "activation_kv_heads"  # that shards the keys and values of heads
@@ -80,6 +81,7 @@ class AttentionSpec(MixerSpec):
   head_dim: int
   window: int = 0  # positions that a query attends, including its own; 0: all
   values_are_keys: bool = False  # before norm and rotary embedding
+  num_bias_channels: int = 0  # of queries and keys, in addition to head_dim: see layers/alibi.py
   # It attends to the keys and values that another layer `writes`, and has none; "": to its own.
   reads: str = ""
   # Layers of one scan have the same parameters but may differ in rope and window: this spec is that
@@ -102,11 +104,11 @@ class AttentionSpec(MixerSpec):
 
   @property
   def kv_channels(self) -> int:
-    return 2 * self.num_kv_heads * self.head_dim
+    return self.num_kv_heads * (2 * self.head_dim + self.num_bias_channels)
 
   @property
   def head_channels(self) -> int:
-    return self.head_dim
+    return self.head_dim + self.num_bias_channels
 
   @property
   def has_sinks(self) -> bool:
@@ -135,6 +137,27 @@ class LatentAttentionSpec(MixerSpec):
   @property
   def head_channels(self) -> int:
     return max(self.key_channels, self.value_channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedAttentionSpec(LatentAttentionSpec):
+  """Multi-head latent attention to the keys that an indexer selects."""
+
+  module: ClassVar[str] = "maxlite.layers.indexed_attention:IndexedAttention"
+  has_sums: ClassVar[bool] = True
+
+  num_keys: int  # that a query attends; 0: all
+  num_index_heads: int
+  index_channels: int
+  interleaved: bool  # the channels that the indexer rotates are pairs (2c, 2c + 1), else halves
+
+  def macs_per_token(self, row_length: int) -> float:
+    """Attention to the selected keys, and the indexer's scores of all keys."""
+    num_keys = min(self.num_keys or row_length, row_length)
+    num_hidden = (row_length - num_keys) ** 2 / (2 * row_length)  # mean number not selected
+    attended = self.num_heads * (self.key_channels + self.value_channels)
+    scored = self.num_index_heads * self.index_channels
+    return attended * (row_length / 2 - num_hidden) + scored * row_length / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +197,7 @@ class MlpSpec(FeedForwardSpec):
 
   hidden_dim: int
   limit: float = 0.0  # of the activation's input; 0: none
+  has_bias: bool = False  # both projections have one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +236,16 @@ class LayerSpec:
   feed_forward: FeedForwardSpec
   has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
 
+  @property
+  def sums(self) -> tuple[str, ...]:
+    """Names of the sums over tokens that the layer returns."""
+    names = []
+    if self.mixer.has_sums:
+      names.append("indexer")
+    if self.feed_forward.has_experts:
+      names.append("moe")
+    return tuple(names)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
@@ -233,6 +267,10 @@ class LayerStack:
   @property
   def num_moe_layers(self) -> int:
     return sum(layer.feed_forward.has_experts for layer in self.layers)
+
+  def num_layers_with(self, sums: str) -> int:
+    """The number of layers that return sums of this name."""
+    return sum(sums in layer.sums for layer in self.layers)
 
   def unit_specs(self, index: int) -> tuple[LayerSpec, ...]:
     """The layers of a unit, counted from 0."""

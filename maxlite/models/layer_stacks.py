@@ -5,10 +5,13 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from maxlite.config.layer_specs import (
+from maxlite.config.model_families import ModelFamily
+from maxlite.config.schema import ModelConfig
+from maxlite.layers.layer_specs import (
   AttentionSpec,
   FeedForwardSpec,
   GatedDeltaSpec,
+  IndexedAttentionSpec,
   LatentAttentionSpec,
   LayerSpec,
   LayerStack,
@@ -18,10 +21,9 @@ from maxlite.config.layer_specs import (
   MoeSpec,
   RopeSpec,
 )
-from maxlite.config.model_families import ModelFamily
-from maxlite.config.schema import ModelConfig
 
 Stacks = tuple[LayerStack, ...]
+BIAS_CHANNELS = 8  # of ALiBi, which needs one; kernels of attention need multiples of 8
 
 
 def layer_stacks(cfg: ModelConfig) -> Stacks:
@@ -74,6 +76,17 @@ def latent(cfg: ModelConfig) -> Stacks:
     value_channels=mla.v_head_dim,
     rope=RopeSpec("main", mla.qk_rope_head_dim, cfg.rope),
   )
+  if mla.use_indexer:
+    mixer = IndexedAttentionSpec(
+      mixer.num_heads,
+      mixer.key_channels,
+      mixer.value_channels,
+      num_keys=mla.indexer_topk if mla.indexer_sparse_training else 0,
+      num_index_heads=mla.indexer_n_heads,
+      index_channels=mla.indexer_head_dim,
+      interleaved=mla.indexer_rope_interleave,
+      rope=mixer.rope,
+    )
   return _with_experts(cfg, [mixer] * cfg.base_num_decoder_layers)
 
 
@@ -180,7 +193,7 @@ def _runs(cfg: ModelConfig, mixers: list[MixerSpec], names: tuple[str, ...] = ("
 
 
 def _feed_forward(cfg: ModelConfig, *, has_experts: bool, mlp_dim: int = 0) -> FeedForwardSpec:
-  mlp = MlpSpec(mlp_dim or cfg.base_mlp_dim)
+  mlp = MlpSpec(mlp_dim or cfg.base_mlp_dim, has_bias=cfg.family.mlp_bias)
   if not has_experts:
     return mlp
   assert cfg.family.moe is not None
@@ -206,8 +219,9 @@ def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
     num_heads=cfg.base_num_query_heads,
     num_kv_heads=cfg.base_num_kv_heads,
     head_dim=cfg.head_dim,
-    rope=rope,
+    rope=rope if cfg.family.positions == "rope" else None,
     window=cfg.sliding_window_size if is_local else 0,
+    num_bias_channels=BIAS_CHANNELS if cfg.family.positions == "alibi" else 0,
   )
 
 
