@@ -1,7 +1,7 @@
 """LoRA adapters: linear layers with adapters, and their parameters.
 
-Also the table of all modules that can be added to a trained model: adapters, draft heads, the layers
-of multi-token prediction, and indexers.
+Also the table of all modules that can be added to a trained model: adapters, draft heads, layers of
+multi-token prediction, and indexers.
 
 Source: Hu et al., LoRA (2021), section 4.1.
 """
