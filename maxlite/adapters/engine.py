@@ -327,6 +327,8 @@ class AdapterEngine:
       logits_tV = jnp.matmul(x_tD, w_DV, preferred_element_type=jnp.float32)
       low_tR = x_tD @ head_a.astype(x_tD.dtype)
       logits_tV += jnp.matmul(low_tR, head_b.astype(x_tD.dtype), preferred_element_type=jnp.float32)
+      if self.base_cfg.family.unembed_bias:
+        logits_tV += cast(Any, params["unembed_bias"])["bias"].astype(jnp.float32)[None]
       logits_tV = apply_soft_cap(logits_tV, self.base_cfg.final_logits_soft_cap)
       return jnp.take_along_axis(jax.nn.log_softmax(logits_tV), targets_tK, axis=1)
 

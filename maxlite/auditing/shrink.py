@@ -125,6 +125,7 @@ def shrink_model(model: ModelConfig) -> ModelConfig:
     quantization="",
     attention="auto",
     sliding_window_size=min(model.sliding_window_size, 5),
+    trainable_position_size=min(model.trainable_position_size, LENGTH),
     attention_block_q=4,
     lora=dataclasses.replace(model.lora, lora_rank=min(model.lora.lora_rank, 2)),
     scaling=scaling,

@@ -16,6 +16,7 @@ class AttentionForm:
   """Grouped-query attention (layers/attention.py)."""
 
   qk_norm: Literal["", "head", "projection"] = ""  # RMSNorm of queries and keys, and over what
+  norm_after_rope: bool = False  # QK-norm follows the rotary embedding
   qkv_bias: bool = False
   out_bias: bool = False  # the output projection has a bias
   gated_output: bool = False  # the heads' outputs are multiplied by sigmoid of a projection
@@ -49,6 +50,17 @@ class ModelFamily:
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
   global_rope: bool = True  # whether layers that attend globally have a rotary embedding
+  # How positions reach the model: rotated queries and keys, a table of embeddings that are added to
+  # those of the tokens, or a bias of attention scores that falls with the distance (ALiBi).
+  positions: Literal["rope", "learned", "alibi"] = "rope"
+  position_offset: int = 0  # the row of that table for the first position
+  # Mixer and feed-forward both read the layer's input: through norms of their own, or one norm. "":
+  # the feed-forward reads the sum of that input and the mixer's output.
+  parallel: Literal["", "own_norms", "one_norm"] = ""
+  norm: Literal["rms", "layer"] = "rms"  # LayerNorm subtracts the mean too
+  norm_bias: bool = False  # of LayerNorm
+  mlp_bias: bool = False  # both projections of the MLP have biases
+  unembed_bias: bool = False  # the logits have one
   pre_norms: bool = True  # normalise the inputs of mixer and feed-forward
   post_norms: bool = False  # normalise their outputs
   zero_centred_norms: bool = False  # RMSNorm scales by 1 + its parameter
@@ -65,6 +77,7 @@ class ModelFamily:
 
 
 _HEAD_NORM = AttentionForm(qk_norm="head")
+_ROTATED_NORM = AttentionForm(qk_norm="head", norm_after_rope=True)
 _PROJECTION_NORM = AttentionForm(qk_norm="projection")
 _QKV_BIAS = AttentionForm(qkv_bias=True)
 _OLMO2 = ModelFamily(_PROJECTION_NORM, pre_norms=False, post_norms=True)
@@ -87,6 +100,12 @@ _GEMMA4 = ModelFamily(
   scaled_embedding=True,
   layer_scale=True,
 )
+# Layers with LayerNorm and biases everywhere.
+_BIASED = ModelFamily(
+  AttentionForm(qkv_bias=True, out_bias=True), norm="layer", norm_bias=True, mlp_bias=True
+)
+# Falcon has biases in its norms alone.
+_FALCON = ModelFamily(norm="layer", norm_bias=True, parallel="one_norm")
 MODELS: dict[str, ModelFamily] = {
   # Touvron et al., LLaMA (2023), section 2.2; Llama 2 (2023) for grouped queries.
   "llama": ModelFamily(),
@@ -96,6 +115,8 @@ MODELS: dict[str, ModelFamily] = {
   "glm4": ModelFamily(_QKV_BIAS, post_norms=True),
   # Qwen3 Technical Report (2025), section 2.
   "qwen3": ModelFamily(_HEAD_NORM),
+  # The configuration and code published with Hunyuan 7B (2025).
+  "hunyuan": ModelFamily(_ROTATED_NORM),
   # The configuration and code published with SmolLM3 (2025): NoPE in every fourth layer.
   "smollm3": ModelFamily(global_layer_every=4, global_rope=False),
   # OLMo Team, 2 OLMo 2 Furious (2024), section 2.1.
@@ -115,6 +136,24 @@ MODELS: dict[str, ModelFamily] = {
   "gemma3": dataclasses.replace(_GEMMA2, attention=_HEAD_NORM, global_layer_every=6),
   # The configuration and code published with Gemma 4 (2026), dense.
   "gemma4": _GEMMA4,
+  # Radford et al., GPT-2 (2019), section 2.3.
+  "gpt2": dataclasses.replace(_BIASED, positions="learned"),
+  # Zhang et al., OPT (2022), section 2.1; its table starts with two rows of padding.
+  "opt": dataclasses.replace(_BIASED, positions="learned", position_offset=2),
+  # Lozhkov et al., StarCoder 2 (2024), section 6.1; also GPT-NeoX models with sequential layers.
+  "starcoder2": _BIASED,
+  # Black et al., GPT-NeoX-20B (2022), section 2.1; also Pythia.
+  "gpt_neox": dataclasses.replace(_BIASED, parallel="own_norms"),
+  # Gunasekar et al., Textbooks Are All You Need (2023), section 2.3; also Phi-1.5 and Phi-2.
+  "phi": dataclasses.replace(_BIASED, parallel="one_norm", unembed_bias=True),
+  # The configuration and code published with Command R7B (2024).
+  "cohere2": ModelFamily(
+    norm="layer", parallel="one_norm", global_layer_every=4, global_rope=False
+  ),
+  # Almazrouei et al., Falcon (2023), section 4: of 7B (and 11B), of 40B and 180B, and Falcon-RW.
+  "falcon": _FALCON,
+  "falcon_own_norms": dataclasses.replace(_FALCON, parallel="own_norms"),
+  "falcon_alibi": dataclasses.replace(_BIASED, positions="alibi"),
   # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
   "mixtral": ModelFamily(moe=MoeForm()),
   # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
@@ -123,6 +162,8 @@ MODELS: dict[str, ModelFamily] = {
   "qwen2_moe": ModelFamily(_QKV_BIAS, MoeForm(gated_shared_expert=True)),
   # Qwen3 Technical Report (2025), section 2; also dots.llm1.
   "qwen3_moe": ModelFamily(_HEAD_NORM, MoeForm()),
+  # Hunyuan-A13B Technical Report (2025), section 2.
+  "hunyuan_moe": ModelFamily(_ROTATED_NORM, MoeForm()),
   # GLM-4.5 (2025), section 2.1; GLM-4.5-Air has no QK-norm.
   "glm4_moe": ModelFamily(AttentionForm(qk_norm="head", qkv_bias=True), MoeForm()),
   "glm4_moe_air": ModelFamily(_QKV_BIAS, MoeForm()),

@@ -1,6 +1,9 @@
 """The keys of a model that determine which function it computes of its weights."""
 
+from typing import get_args
+
 from maxlite.config.config_field import KeyValue
+from maxlite.config.model_families import Section
 from maxlite.config.schema import ModelConfig, TilesConfig, flatten
 from maxlite.config.schema.training_config import ParametrizationConfig
 from maxlite.registry import GROUP_ROUTERS
@@ -73,16 +76,24 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
     unused |= {"mlp_only_layers"}
   if cfg.moe.router not in GROUP_ROUTERS:
     unused |= {"n_routing_groups", "topk_routing_group"}
+  unused |= _unused_positions(cfg)
   if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
     if not cfg.mla.use_indexer:
       unused |= {key for key in flatten(cfg.mla) if key.startswith("indexer_")}
-  else:
-    unused |= set(flatten(cfg.mla))
-  if not family.reads("gdn"):
-    unused |= set(flatten(cfg.gdn))
-  if not family.reads("cycle"):
-    unused |= set(flatten(cfg.cycle))
+  for section in get_args(Section):
+    if not family.reads(section):
+      unused |= set(flatten(getattr(cfg, section)))
   if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
+  return unused
+
+
+def _unused_positions(cfg: ModelConfig) -> set[str]:
+  """The keys of other kinds of positions than the family's."""
+  unused = set()
+  if cfg.family.positions != "rope":
+    unused |= set(flatten(cfg.rope))
+  if cfg.family.positions != "learned":
+    unused |= {"trainable_position_size"}
   return unused

@@ -51,6 +51,7 @@ def acceptance_sums(
 
 def argmax_token(x: jax.Array, w_DV: jax.Array, chunk_tokens: int, sharder: Sharder) -> jax.Array:
   """The token with the largest logit for each state of x [B, T, ..., D]; the first of equals."""
+  sharder = sharder.whole_beside_rows("vocab")
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
   num_others = x.ndim - 3

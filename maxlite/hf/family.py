@@ -23,7 +23,8 @@ WITHOUT_EFFECT = {
   "attention_dropout", "aux_loss_alpha", "finetuning_task", "id2label", "initializer_range",
   "label2id", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
   "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-  "task_specific_params", "gradient_checkpointing", "neftune_noise_alpha", "tf_legacy_loss",
+  "task_specific_params", "gradient_checkpointing", "ignore_index", "neftune_noise_alpha",
+  "tf_legacy_loss",
   # Of the implementation.
   "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
   "_flash_attn_2_enabled", "attn_implementation", "chunk_size_feed_forward",
@@ -125,8 +126,16 @@ OUTER = (
   TensorRule("final_norm/scale", "model.norm.weight", "d -> d"),
   TensorRule("unembed/kernel", "lm_head.weight", "d v -> v d"),
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-DECODER_KEYS = (
+# config.json's activations: ours.
+ACTIVATIONS = {
+  "silu": "silu",
+  "gelu_pytorch_tanh": "gelu",
+  "gelu": "exact_gelu",
+  "quick_gelu": "quick_gelu",
+  "relu": "relu",
+  "relu2": "squared_relu",
+}
+DECODER_KEYS: Sequence[Key] = (
   Key("vocab_size", "vocab_size"),
   Key("base_emb_dim", "hidden_size"),
   Key("base_num_decoder_layers", "num_hidden_layers"),
@@ -144,9 +153,10 @@ OTHER_NAMES = (
   ("num_experts_per_tok", "top_k_experts"),
 )
 # Names of the activations of ACTIVATIONS for which transformers has other formulas or spellings.
-SYNONYMS = {
+SYNONYMS: dict[str, tuple[str, ...]] = {
   "silu": ("swish",),
   "gelu_pytorch_tanh": ("gelu_accurate", "gelu_fast", "gelu_new", "gelu_python_tanh"),
+  "gelu": ("gelu_python",),
 }
 # Keys of older versions of transformers, whose other values concern encoders.
 OF_DECODERS: dict[str, Json] = {
@@ -171,6 +181,30 @@ def _no_groups(cfg: ModelConfig) -> dict[str, int]:
   return {}
 
 
+def no_rope(_: ConfigJson | ModelConfig) -> JsonObject:
+  """Return no keys of a rotary embedding, in families without one."""
+  return {}
+
+
+def heads_from_hf(hf: ConfigJson) -> JsonObject:
+  """Return our keys of the key/value heads and their size."""
+  return {"base_num_kv_heads": _num_kv_heads(hf), "head_dim": _head_dim(hf)}
+
+
+def equal_heads_from_hf(heads: str, width: str) -> Callable[[ConfigJson], JsonObject]:
+  """Return a function like `heads_from_hf` for models with as many key/value heads as query heads.
+
+  Args:
+    heads: the key of config.json of the number of heads.
+    width: the key of the width of the model, which the heads divide.
+  """
+
+  def from_hf(hf: ConfigJson) -> JsonObject:
+    return {"base_num_kv_heads": hf[heads], "head_dim": hf[width] // hf[heads]}
+
+  return from_hf
+
+
 def _no_more_ignored(cfg: ModelConfig) -> Sequence[str]:
   return ()
 
@@ -193,7 +227,8 @@ class HfFamily:
   architecture: str  # the entry of config.json's `architectures`
   decoder_block: str  # the key of its entry in MODELS
   block: Sequence[TensorRule]  # the rules of a layer
-  keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
+  keys: Sequence[Key] = ()  # in addition to `decoder_keys`
+  decoder_keys: Sequence[Key] = DECODER_KEYS
   # The values of our keys that all models of the family share.
   ours: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   # Values of missing keys: those of the config class in transformers, and its `rope_theta`.
@@ -201,7 +236,8 @@ class HfFamily:
   nullable: Sequence[str] = ()  # keys of config.json that may be null
   # Keys that config.json must have with these values, or lack without another default.
   required: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  activation: str = "silu"
+  activation: str = "silu"  # "": any of ACTIVATIONS
+  is_gated: bool = True  # whether the MLP has a gate
   activation_key: str = "hidden_act"
   activation_aliases: Sequence[str] = ()  # values of that key that mean the same activation
   partial_rotary: bool = False  # whether its heads may rotate only their first channels
@@ -214,6 +250,7 @@ class HfFamily:
   # of config.json, given our config.
   extra_from_hf: Callable[[ConfigJson, Mapping[str, Json]], JsonObject] = _nothing_more
   extra_to_hf: Callable[[ModelConfig], JsonObject] = _no_more_keys
+  heads_from_hf: Callable[[ConfigJson], JsonObject] = heads_from_hf
   rope_from_hf: Callable[[ConfigJson], JsonObject] = rope_from_hf
   rope_to_hf: Callable[[ModelConfig], JsonObject] = rope_to_hf
   extra_block: Callable[[ModelConfig], Sequence[TensorRule]] = _no_more_rules
@@ -222,11 +259,15 @@ class HfFamily:
   row_groups: Callable[[ModelConfig], Mapping[str, int]] = _no_groups
   outer: Sequence[TensorRule] = OUTER  # rules outside of layers
   layer_prefix: str = "model.layers.{layer}."  # precedes the names of the tensors of `block`
+  # Begins the names of tensors, but not in files of a model that was saved without its output
+  # projection. "": as `read_tensors` knows it.
+  base_prefix: str = ""
   ignored: Sequence[str] = (r".*\.rotary_emb\.inv_freq",)  # regexes of tensors without weights
   # Given our config, more of them.
   extra_ignored: Callable[[ModelConfig], Sequence[str]] = _no_more_ignored
   mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
+  unwritten: Sequence[str] = ()  # keys of most families that this one's config.json does not have
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
   # Rules of routed experts in place of those of `block`, if peft supports only the tensors in which
@@ -252,19 +293,15 @@ class HfFamily:
     model = MODELS[self.decoder_block]
     hf.require(is_causal=True, attention_bias=self._attention_bias, mlp_bias=False)
     hf.require(**(OF_DECODERS | dict(self.required)))
-    activations = (*self.activation_aliases, *SYNONYMS[self.activation])
-    if hf.get(self.activation_key) not in activations:
-      hf.require(**{self.activation_key: self.activation})
     if "sliding_window" not in (*self.defaults, *self.unread):
       hf.require(sliding_window=None)
     if self.checks_layer_types:
       self._require_layer_types(hf)
-    keys = read_keys(DECODER_KEYS, hf) | {
-      "base_num_kv_heads": _num_kv_heads(hf),
-      "head_dim": _head_dim(hf),
-      "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
+    keys = read_keys(self.decoder_keys, hf) | {
+      "mlp_activations": self._mlp_activations(hf),
       "logits_via_embedding": hf["tie_word_embeddings"],
     }
+    keys |= self.heads_from_hf(hf)
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf)
     keys.update(self.ours)
     if self.mtp:
@@ -272,7 +309,7 @@ class HfFamily:
     if keys.get("mscale") and not model.reads("mla"):  # which alone scales the scores by it
       keys["mscale"] = 0.0
       keys["rope_attention_factor"] = keys["rope_attention_factor"] or 1.0
-    if keys["partial_rotary_factor"] != 1 and not self.partial_rotary:
+    if keys.get("partial_rotary_factor", 1) != 1 and not self.partial_rotary:
       raise UserError(
         f"config.json has partial_rotary_factor={keys['partial_rotary_factor']}, but maxlite "
         "supports only partial_rotary_factor=1.0 here: choose another checkpoint"
@@ -285,7 +322,7 @@ class HfFamily:
     """Return {our key: the key with its value} for a config.json with the keys `values`."""
     names = {"rope_max_timescale": "rope_theta"}
     names |= {ours: theirs for ours, theirs in OTHER_NAMES if theirs in values}
-    for key in (*DECODER_KEYS, *self.keys, *itertools.chain(*ROPE_KEYS.values())):
+    for key in (*self.decoder_keys, *self.keys, *itertools.chain(*ROPE_KEYS.values())):
       names[key.ours] = key.theirs
       if key.alias in values:
         names[key.ours] = key.alias
@@ -293,11 +330,11 @@ class HfFamily:
 
   def config_to_hf(self, cfg: ModelConfig) -> JsonObject:
     """Return the content of a config.json; the inverse of `config_from_hf`."""
-    hf = write_keys((*DECODER_KEYS, *self.keys), flatten(cfg))
+    hf = write_keys((*self.decoder_keys, *self.keys), flatten(cfg))
     hf |= {
       "num_key_value_heads": cfg.base_num_kv_heads,
       "head_dim": cfg.head_dim,
-      self.activation_key: self.activation,
+      self.activation_key: self.activation or _their_activation(cfg.mlp_activations[0]),
       "attention_bias": self._attention_bias,
       "tie_word_embeddings": cfg.logits_via_embedding,
     }
@@ -309,11 +346,30 @@ class HfFamily:
       hf[self.aux_loss_key] = cfg.moe.load_balance_loss_weight
     if self.mtp:
       hf[self.mtp.key] = cfg.mtp_num_layers
-    return hf | self.extra_to_hf(cfg)
+    hf |= self.extra_to_hf(cfg)
+    for name in self.unwritten:
+      hf.pop(name, None)
+    return hf
 
   def block_rules(self, cfg: ModelConfig) -> list[TensorRule]:
     """Return the rules of a layer of the model `cfg`."""
     return [*self.block, *self.extra_block(cfg)]
+
+  def _mlp_activations(self, hf: ConfigJson) -> tuple[str, ...]:
+    """Return our names of the activation of config.json and of the MLP's linear part."""
+    found = hf.get(self.activation_key)
+    name = self.activation
+    if not name:
+      name = next((name for name in ACTIVATIONS if found in (name, *SYNONYMS.get(name, ()))), "")
+    elif found not in (*self.activation_aliases, *SYNONYMS[name]):
+      hf.require(**{self.activation_key: name})
+    if not name:
+      raise UserError(
+        f"config.json has {self.activation_key}={found!r}, but maxlite supports only "
+        f"{', '.join(ACTIVATIONS)} here: choose another checkpoint"
+      )
+    ours = ACTIVATIONS[name]
+    return (ours, "linear") if self.is_gated else (ours,)
 
   @property
   def _attention_bias(self) -> bool:
@@ -346,6 +402,12 @@ def _mtp_num_layers(hf: ConfigJson, mtp: MtpTensors) -> int:
       "prediction here: choose another checkpoint"
     )
   return num_layers
+
+
+def _their_activation(ours: str) -> str:
+  """Return the name of one of our activations in config.json; of others ours."""
+  names = {name: theirs for theirs, name in ACTIVATIONS.items()}
+  return names.get(ours, ours)
 
 
 def _num_kv_heads(hf: ConfigJson) -> int:
@@ -397,6 +459,24 @@ def mlp(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     TensorRule(f"{ours}/wi_0/kernel", f"{theirs}.gate_proj.weight", "d f -> f d"),
     TensorRule(f"{ours}/wi_1/kernel", f"{theirs}.up_proj.weight", "d f -> f d"),
     TensorRule(f"{ours}/wo/kernel", f"{theirs}.down_proj.weight", "f d -> d f"),
+  )
+
+
+def plain_mlp(ours: str, up: str, down: str) -> tuple[TensorRule, ...]:
+  """Return the rules of an MLP without a gate, given its path and the prefixes of its tensors."""
+  return (
+    TensorRule(f"{ours}/wi_0/kernel", f"{up}.weight", "d f -> f d"),
+    TensorRule(f"{ours}/wi_0/bias", f"{up}.bias", "f -> f"),
+    TensorRule(f"{ours}/wo/kernel", f"{down}.weight", "f d -> d f"),
+    TensorRule(f"{ours}/wo/bias", f"{down}.bias", "d -> d"),
+  )
+
+
+def layer_norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+  """Return the rules of a norm with a bias, given its path and the prefix of its tensors."""
+  return (
+    TensorRule(f"{ours}/scale", f"{theirs}.weight", "d -> d"),
+    TensorRule(f"{ours}/bias", f"{theirs}.bias", "d -> d"),
   )
 
 

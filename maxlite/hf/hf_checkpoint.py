@@ -26,6 +26,7 @@ from maxlite.hf.hf_folder import (
 )
 from maxlite.hf.mxfp4 import unpack
 from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings, tensor_shapes
+from maxlite.hf.text_model import quantization_of
 from maxlite.storage.json_values import Json
 
 VOCAB = "v"  # the axis along which our arrays may be larger
@@ -86,7 +87,7 @@ def open_weights(directory: Path) -> dict[str, TensorEntry]:
   tensors = read_tensors(directory)
   quantization: Json = None
   if (directory / CONFIG).is_file():  # a folder with weights alone is not quantized
-    quantization = read_config(directory).get("quantization_config")
+    quantization = quantization_of(read_config(directory))
   if not quantization:
     return unpack(tensors)
   method = quantization.get("quant_method")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from maxlite.config.load import validate
+from maxlite.config.model_families import MODELS
 from maxlite.config.model_function import function_keys
 from maxlite.config.raw_values import show
 from maxlite.config.schema import DEFAULTS, Config, ModelConfig, build
@@ -17,7 +18,14 @@ from maxlite.hf.families import FAMILIES
 from maxlite.hf.family import WITHOUT_EFFECT, HfFamily
 from maxlite.hf.hf_folder import CONFIG, read_config, read_tensors
 from maxlite.hf.hf_tokenizer import tokenizer_keys
-from maxlite.hf.text_model import LARGER_MODELS, nested, text_values, with_alternatives
+from maxlite.hf.text_model import (
+  LARGER_MODELS,
+  nested,
+  quantization_of,
+  text_values,
+  with_alternatives,
+  without_base_prefix,
+)
 from maxlite.storage.json_values import Json, JsonObject
 
 LARGE = 10**6  # sizes up to this are plausible
@@ -35,7 +43,7 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   """
   values = read_config(directory)
   file = directory / CONFIG
-  quantization = values.get("quantization_config")
+  quantization = quantization_of(values)
   # A text, which a damaged file may not have here.
   is_part = str(values.get("model_type")) in LARGER_MODELS
   family, values = _family_of(values, file)
@@ -56,8 +64,10 @@ def model_keys(directory: Path) -> tuple[HfFamily, JsonObject]:
   cfg: Config = build(Config, DEFAULTS | typed | any_run)
   with _named_as_there(names):
     validate(cfg, dict.fromkeys(typed, str(file)), needs_data=False)
+  if family.base_prefix:
+    family = without_base_prefix(family, read_tensors(directory))
   if family.alternatives:
-    family = with_alternatives(family, read_tensors(directory))
+    family = with_alternatives(family, read_tensors(directory), typed["base_emb_dim"])
   return family, typed
 
 
@@ -225,6 +235,8 @@ def _imported_config(cfg: ModelConfig, values: JsonObject) -> tuple[HfFamily, Js
 
 def _with_context(family: HfFamily, hf: JsonObject, max_target_length: int) -> JsonObject:
   """Return `hf` with at least this context length, unless the model depends on the length."""
+  if MODELS[family.decoder_block].positions == "learned":  # as many as the table has
+    return hf
   longer = hf | {CONTEXT: max(hf.get(CONTEXT) or 0, max_target_length)}
   if CONTEXT not in hf or family.config_from_hf(longer) == family.config_from_hf(hf):
     return longer

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from maxlite.errors import UserError
 from maxlite.hf.family import OF_DECODERS, WITHOUT_EFFECT, HfFamily, TensorRule
+from maxlite.hf.hf_folder import TensorEntry
+from maxlite.hf.tensor_mapping import axis_layout
 from maxlite.storage.json_values import Json, JsonObject
 
 TEXT = "text_config"
 _TIED = "tie_word_embeddings"
+_QUANTIZATION = "quantization_config"
 # Keys next to text_config that concern other inputs than text.
 _OF_OTHER_INPUTS = (
-  r"(image|video|vision|audio|bo[ai]|eo[ai])_.*"
+  r"(image|video|vision|audio|media|projection|bo[ai]|eo[ai])_.*"
   r"|mm_tokens_per_image|multimodal_projector_bias|projector_hidden_act|spatial_merge_size"
+  r"|use_unified_vision_chunk"
 )
 _MROPE = "mrope"  # for text, the default rotary embedding: its positions are alike on all axes
 
@@ -53,6 +57,16 @@ _QWEN3_VL_TEXT = {
   "max_position_embeddings": 128000,
   "rope_theta": 500_000.0,
 }
+_QWEN3_VL_MOE_TEXT = {
+  **_QWEN3_VL_TEXT,
+  "intermediate_size": 5632,
+  "moe_intermediate_size": 1408,
+  "num_attention_heads": 16,
+  "num_key_value_heads": 16,
+  "num_experts_per_tok": 4,
+  "num_experts": 60,
+  "norm_topk_prob": True,
+}
 LARGER_MODELS = {
   "gemma3": LargerModel({"gemma3_text": "gemma3_text"}, required={"final_logit_softcapping": None}),
   "gemma4": LargerModel({"gemma4_text": "gemma4_text"}),
@@ -62,6 +76,11 @@ LARGER_MODELS = {
   "qwen2_vl": LargerModel({"qwen2_vl_text": "qwen2"}, _QWEN2_VL_TEXT, is_flat=True),
   "qwen2_5_vl": LargerModel({"qwen2_5_vl_text": "qwen2"}, _QWEN2_VL_TEXT, is_flat=True),
   "qwen3_vl": LargerModel({"qwen3_vl_text": "qwen3"}, _QWEN3_VL_TEXT),
+  # Its class always divides the weights of experts by their sum.
+  "qwen3_vl_moe": LargerModel(
+    {"qwen3_vl_moe_text": "qwen3_moe"}, _QWEN3_VL_MOE_TEXT, required={"norm_topk_prob": True}
+  ),
+  "kimi_k25": LargerModel({"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2"}),
   "qwen3_5": LargerModel({"qwen3_5_text": "qwen3_5_text"}),
   "qwen3_5_moe": LargerModel({"qwen3_5_moe_text": "qwen3_5_moe_text"}),
 }
@@ -78,7 +97,9 @@ class TensorNames:
 
 _MODEL = "model."
 _OUTPUT = "lm_head."
-_ENCODERS = r"(visual|vision_tower|multi_modal_projector)\..*"
+# The layers of a kimi_k25 that transformers 5.23 saved: it renames them with those for images.
+_BLOCKS = "blocks."
+_ENCODERS = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\..*"
 # The first whose embedding a folder has: of transformers since 4.52, before, and of Qwen2-VL then.
 _NAMES = (
   TensorNames("model.language_model.", _OUTPUT, r"model\.(?!language_model\.).*"),
@@ -129,6 +150,15 @@ def text_values(values: JsonObject, file: Path) -> JsonObject:
   return text | {_TIED: tied}
 
 
+def quantization_of(values: JsonObject) -> Json:
+  """Return `quantization_config` of a config.json, or of its text model."""
+  text = values.get(TEXT)
+  found = values.get(_QUANTIZATION)
+  if not found and isinstance(text, dict):
+    found = text.get(_QUANTIZATION)
+  return found
+
+
 def _require_no_others(values: JsonObject, file: Path) -> None:
   """Raise UserError for keys next to text_config that may concern text."""
   known = WITHOUT_EFFECT | {TEXT, _TIED}
@@ -167,10 +197,13 @@ def nested(family: HfFamily, tensors: Collection[str]) -> HfFamily:
     for prefix, renamed in ((_MODEL, names.model), (_OUTPUT, names.output)):
       theirs = re.sub(rf"^{re.escape(prefix)}", renamed, theirs)
     outer.append(dataclasses.replace(rule, theirs=theirs))
+  layer_prefix = re.sub(rf"^{re.escape(_MODEL)}", names.model, family.layer_prefix)
+  if any(name.startswith(f"{names.model}{_BLOCKS}") for name in tensors):
+    layer_prefix = layer_prefix.replace("layers.", _BLOCKS)
   return dataclasses.replace(
     family,
     outer=outer,
-    layer_prefix=re.sub(rf"^{re.escape(_MODEL)}", names.model, family.layer_prefix),
+    layer_prefix=layer_prefix,
     ignored=(*family.ignored, names.other_parts),
   )
 
@@ -180,6 +213,19 @@ def _names_of(tensors: Collection[str]) -> TensorNames:
     if f"{names.model}embed_tokens.weight" in tensors:
       return names
   return _NAMES[0]
+
+
+def without_base_prefix(family: HfFamily, tensors: Collection[str]) -> HfFamily:
+  """Return `family` with the names that its `tensors` have, which may lack its `base_prefix`."""
+  prefix = family.base_prefix
+  if not prefix or any(name.startswith(prefix) for name in tensors):
+    return family
+  outer = []
+  for rule in family.outer:
+    outer.append(dataclasses.replace(rule, theirs=rule.theirs.removeprefix(prefix)))
+  return dataclasses.replace(
+    family, outer=outer, layer_prefix=family.layer_prefix.removeprefix(prefix)
+  )
 
 
 def other_parts(family: HfFamily, tensors: Collection[str]) -> set[str]:
@@ -193,15 +239,30 @@ def other_parts(family: HfFamily, tensors: Collection[str]) -> set[str]:
   return parts
 
 
-def with_alternatives(family: HfFamily, tensors: Collection[str]) -> HfFamily:
-  """Return `family` with its alternative rules whose tensors exist."""
-  endings = {name.rpartition(".layers.")[2].partition(".")[2] for name in tensors}
+def with_alternatives(family: HfFamily, tensors: Mapping[str, TensorEntry], width: int) -> HfFamily:
+  """Return `family` with its alternative rules whose tensors exist.
+
+  Args:
+    family: the family.
+    tensors: the tensors of a folder.
+    width: the size of axis `d`, by which alternatives for the same tensor are told apart.
+  """
+  by_ending = {}
+  for name, tensor in tensors.items():
+    by_ending[name.rpartition(".layers.")[2].partition(".")[2]] = tensor
   block = list(family.block)
   for alternative in family.alternatives:
-    if alternative.theirs in endings:
+    found = by_ending.get(alternative.theirs)
+    if found is not None and _fits(alternative, found, width):
       block = [rule for rule in block if not _is_part(rule, alternative)]
       block.append(alternative)
   return dataclasses.replace(family, block=block)
+
+
+def _fits(rule: TensorRule, tensor: TensorEntry, width: int) -> bool:
+  """Return whether the tensor has the width of the model where the rule has axis `d`."""
+  axes = axis_layout(rule.axes).theirs
+  return len(tensor.shape) == len(axes) and tensor.shape[axes.index(("d",))] == width
 
 
 def _is_part(rule: TensorRule, other: TensorRule) -> bool:

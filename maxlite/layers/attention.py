@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
+from maxlite.layers.alibi import with_bias
 from maxlite.layers.keys_values import CachedKeysValues, KeysValues, RowKeysValues
 from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.layer_specs import AttentionSpec
@@ -40,11 +41,11 @@ class Attention(nn.Module):
   projects none and stores none in the cache.
 
   Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies
-  RMSNorm to queries and keys before the rotary embedding: per `head`, or over the whole
-  `projection`. Its `sinks` are a parameter per head, one more score whose value is zero. With its
-  `gated_output`, each channel of the heads' outputs is multiplied by a gate between 0 and 1. Its
-  `value_norm` is an RMSNorm of the values without a scale. For the soft cap and the window see
-  kernels/attention/api.py.
+  RMSNorm to queries and keys before the rotary embedding, or after it with `norm_after_rope`: per
+  `head`, or over the whole `projection`. Its `sinks` are a parameter per head, one more score whose
+  value is zero. With its `gated_output`, each channel of the heads' outputs is multiplied by a gate
+  between 0 and 1. Its `value_norm` is an RMSNorm of the values without a scale. For the soft cap
+  and the window see kernels/attention/api.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
@@ -59,14 +60,16 @@ class Attention(nn.Module):
     num_heads = self.spec.num_heads
     segment_BT = inputs.segment_BT
     rope = self._rope(inputs)
-    q_BTHC = self._norm(self._project(x_BTD, "query", num_heads, "q_heads"), "query")
-    q_BTHC = self._rotate(self._clip(q_BTHC), rope, "query")
+    q_BTHC = self._project(x_BTD, "query", num_heads, "q_heads")
+    q_BTHC = self._norm_and_rotate(q_BTHC, rope, "query")
     q_BTHC = scale_queries(q_BTHC, inputs.query_scale_BT)
+    if self.spec.num_bias_channels:
+      q_BTHC = with_bias(q_BTHC, 1.0, self.spec.num_bias_channels)
     window = self._window(inputs)
     if self.spec.reads:
       keys_values = inputs.keys_values[self.spec.reads]
     else:
-      keys_values = self._own_keys_values(x_BTD, segment_BT, rope, window)
+      keys_values = self._own_keys_values(x_BTD, inputs, rope, window)
     o_BTHC = self._attend(q_BTHC, keys_values, segment_BT, window, self._sinks())
 
     if self.spec.form.gated_output:
@@ -87,23 +90,25 @@ class Attention(nn.Module):
   def _own_keys_values(
     self,
     x_BTD: jax.Array,
-    segment_BT: jax.Array,
-    rope: RopeTables,
+    inputs: LayerInputs,
+    rope: RopeTables | None,
     window: _Window,
   ) -> KeysValues:
     """The layer's keys and values: of whole rows, or of the cache, to which they are added.
 
     A prefill stores those of whole rows.
     """
+    segment_BT = inputs.segment_BT
     num_kv_heads = self.spec.num_kv_heads
     projected_BTGC = self._project(x_BTD, "key", num_kv_heads, "kv_heads")
     if self.spec.values_are_keys:
       v_BTGC = projected_BTGC
     else:
       v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    k_BTGC = self._clip(self._norm(projected_BTGC, "key"))
+    k_BTGC = self._norm_and_rotate(projected_BTGC, rope, "key")
     v_BTGC = self._clip(v_BTGC)
-    k_BTGC = self._rotate(k_BTGC, rope, "key")
+    if inputs.key_bias_BTH is not None:
+      k_BTGC = with_bias(k_BTGC, inputs.key_bias_BTH, self.spec.num_bias_channels)
     if self.spec.form.value_norm:
       v_BTGC = build_norm(self.cfg, "value_norm", has_scale=False)(v_BTGC)
     if cache.is_filled(self):
@@ -174,8 +179,10 @@ class Attention(nn.Module):
       sink_H=sink_H,
     )
 
-  def _rope(self, inputs: LayerInputs) -> RopeTables:
+  def _rope(self, inputs: LayerInputs) -> RopeTables | None:
     """The tables of the layer; of scanned layers that differ, those that the layer selects."""
+    if self.spec.rope is None:
+      return None
     own = inputs.tables_of(self.spec)
     otherwise = self.spec.otherwise
     if otherwise is None or otherwise.rope == self.spec.rope:
@@ -217,9 +224,17 @@ class Attention(nn.Module):
       y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
 
-  def _rotate(self, x_BTHC: jax.Array, rope: RopeTables, name: str) -> jax.Array:
-    """Queries or keys with the rotary embedding."""
-    y_BTHC = apply_rope(x_BTHC, rope.cos_BTC, rope.sin_BTC)
+  def _norm_and_rotate(self, x_BTHC: jax.Array, rope: RopeTables | None, name: str) -> jax.Array:
+    """Queries or keys as attention reads them, given their projection."""
+    if self.spec.form.norm_after_rope:
+      return self._norm(self._rotate(self._clip(x_BTHC), rope, name), name)
+    return self._rotate(self._clip(self._norm(x_BTHC, name)), rope, name)
+
+  def _rotate(self, x_BTHC: jax.Array, rope: RopeTables | None, name: str) -> jax.Array:
+    """Queries or keys with the rotary embedding, if the layer has one."""
+    y_BTHC = x_BTHC
+    if rope is not None:
+      y_BTHC = apply_rope(x_BTHC, rope.cos_BTC, rope.sin_BTC)
     if self._saves_rotated:
       y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
     return y_BTHC

@@ -83,6 +83,7 @@ def _look_up_on_shards(
   table_VD: jax.Array, tokens_BT: jax.Array, cfg: ModelConfig, sharder: Sharder
 ) -> jax.Array:
   """x_BTD: the rows of a table whose rows are sharded, each from the shard that has it."""
+  sharder = sharder.whole_beside_rows("vocab")
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
   dtype = jnp.dtype(cfg.dtype)
@@ -119,3 +120,14 @@ class Unembed(nn.Module):
     shape = (self.cfg.base_emb_dim, self.cfg.vocab_size)
     weight_dtype = jnp.dtype(self.cfg.weight_dtype)
     return self.param("kernel", init, shape, weight_dtype)
+
+
+class UnembedBias(nn.Module):
+  """bias_V: a bias of the logits."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    init = partitioned(nn.initializers.zeros, ("vocab",))
+    return self.param("bias", init, (self.cfg.vocab_size,), jnp.dtype(self.cfg.weight_dtype))

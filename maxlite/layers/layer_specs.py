@@ -81,6 +81,7 @@ class AttentionSpec(MixerSpec):
   head_dim: int
   window: int = 0  # positions that a query attends, including its own; 0: all
   values_are_keys: bool = False  # before norm and rotary embedding
+  num_bias_channels: int = 0  # of queries and keys, in addition to head_dim: see layers/alibi.py
   # It attends to the keys and values that another layer `writes`, and has none; "": to its own.
   reads: str = ""
   # Layers of one scan have the same parameters but may differ in rope and window: this spec is that
@@ -103,11 +104,11 @@ class AttentionSpec(MixerSpec):
 
   @property
   def kv_channels(self) -> int:
-    return 2 * self.num_kv_heads * self.head_dim
+    return self.num_kv_heads * (2 * self.head_dim + self.num_bias_channels)
 
   @property
   def head_channels(self) -> int:
-    return self.head_dim
+    return self.head_dim + self.num_bias_channels
 
   @property
   def has_sinks(self) -> bool:
@@ -196,6 +197,7 @@ class MlpSpec(FeedForwardSpec):
 
   hidden_dim: int
   limit: float = 0.0  # of the activation's input; 0: none
+  has_bias: bool = False  # both projections have one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,17 @@ def _quick_gelu(x: jax.Array) -> jax.Array:
   return x * jax.nn.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {
+def _squared_relu(x: jax.Array) -> jax.Array:
+  return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Activation] = {
   "silu": jax.nn.silu,
   "gelu": jax.nn.gelu,  # The tanh approximation.
+  "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
   "quick_gelu": _quick_gelu,
   "relu": jax.nn.relu,
+  "squared_relu": _squared_relu,
 }
 # By the name of the second activation: what is added to the linear part of a gated MLP.
 _SHIFTS = {"linear": 0.0, "linear_plus_one": 1.0}
@@ -100,7 +106,8 @@ checkpointed_activation.defvjp(_activation_forward, _activation_backward)
 class MLP(nn.Module):
   """act(x wi_0) * (x wi_1) wo if the activations are gated, else act(x wi_0) wo.
 
-  `limit` of the spec bounds the activation's input, see `build_activation`.
+  `limit` of the spec bounds the activation's input, see `build_activation`. With its `has_bias`,
+  every projection has a bias.
 
   Source: Shazeer, GLU Variants Improve Transformer (2020), eq. 5.
   """
@@ -120,6 +127,7 @@ class MLP(nn.Module):
         self.sharder,
         features=(self.spec.hidden_dim,),
         kernel_names=("embed", "mlp"),
+        use_bias=self.spec.has_bias,
         name=f"wi_{i}",
       )
       up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
@@ -132,6 +140,7 @@ class MLP(nn.Module):
       self.sharder,
       features=x_BTD.shape[-1:],
       kernel_names=("mlp", "embed"),
+      use_bias=self.spec.has_bias,
       name="wo",
     )
     y_BTD = checkpoint_name(wo(h_BTF), "mlpwo")

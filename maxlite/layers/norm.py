@@ -78,12 +78,17 @@ class LayerNorm(nn.Module):
     return value_D.reshape((*(1,) * (len(shape) - 1), -1))
 
 
-def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> RMSNorm:
+def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> nn.Module:
   """The norm of the family of `cfg`."""
+  family = cfg.family
+  weight_dtype = jnp.dtype(cfg.weight_dtype)
+  if family.norm == "layer":
+    assert has_scale, name
+    return LayerNorm(cfg.normalization_layer_epsilon, weight_dtype, family.norm_bias, name=name)
   return RMSNorm(
     cfg.normalization_layer_epsilon,
-    jnp.dtype(cfg.weight_dtype),
-    cfg.family.zero_centred_norms,
+    weight_dtype,
+    family.zero_centred_norms,
     has_scale,
     name=name,
   )

@@ -124,8 +124,8 @@ class _GradientFlow:
   def __init__(self, model: ModelConfig, trained: Collection[str]):
     self._stacks = [stack.name for stack in layer_stacks(model)]
     # In forward order; an unscanned stack includes its numbered layers.
-    outer = ("final_norm", "draft_head", "mtp", "unembed")
-    self._stages = ["embed", "per_layer_embed", *self._stacks, *outer]
+    outer = ("final_norm", "draft_head", "mtp", "unembed", "unembed_bias")
+    self._stages = ["embed", "position_embed", "per_layer_embed", *self._stacks, *outer]
     trained_stages = (self._stages.index(self.stage_of(path)) for path in trained)
     self._first = min(trained_stages, default=len(self._stages))
 

@@ -7,7 +7,8 @@ from flax import linen as nn
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.numerics import accumulator_dtype, apply_soft_cap
 from maxlite.layers import cache
-from maxlite.layers.embed import Embed, Unembed
+from maxlite.layers.alibi import key_bias
+from maxlite.layers.embed import Embed, Unembed, UnembedBias
 from maxlite.layers.layer_inputs import SCAN_AXES, LayerInputs
 from maxlite.layers.layer_specs import AttentionSpec, LayerSpec, LayerStack
 from maxlite.layers.linear import Linear, LinearClass
@@ -15,6 +16,7 @@ from maxlite.layers.lora import linear_class
 from maxlite.layers.moe import routes
 from maxlite.layers.norm import build_norm
 from maxlite.layers.per_layer_embed import PerLayerEmbed
+from maxlite.layers.position_embed import PositionEmbed
 from maxlite.layers.rope import query_scale
 from maxlite.layers.sharded_attention import MAX_LOGITS
 from maxlite.models.decoder_layer import (
@@ -56,6 +58,8 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
+    if cfg.family.positions == "learned":
+      self.position_embed = PositionEmbed(cfg, self.sharder)
     if any(layer.has_per_layer_input for layer in layer_specs(cfg)):
       self.per_layer_embed = PerLayerEmbed(cfg, self.sharder, linear)
     for stack in layer_stacks(cfg):
@@ -63,6 +67,8 @@ class Decoder(nn.Module):
     self.final_norm = build_norm(cfg)
     if not cfg.logits_via_embedding:
       self.unembed = Unembed(cfg)
+    if cfg.family.unembed_bias:
+      self.unembed_bias = UnembedBias(cfg)
     if cfg.num_draft_heads:
       self.draft_head = DraftHeads(cfg.num_draft_heads, weight_dtype, self.sharder)
     if cfg.mtp_num_layers:
@@ -125,6 +131,8 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after the final norm, sums of the layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
+    if self.cfg.family.positions == "learned":
+      x_BTD += self.position_embed(position_BT)
     inputs = self._inputs(segment_BT, position_BT)
     per_layer_NBTP = None
     if any(layer.has_per_layer_input for layer in layer_specs(self.cfg)):
@@ -155,7 +163,10 @@ class Decoder(nn.Module):
     query_scale_BT = None
     if self.cfg.rope.query_scaling_beta:
       query_scale_BT = query_scale(position_BT, self.cfg.rope)
-    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT)
+    key_bias_BTH = None
+    if self.cfg.family.positions == "alibi":
+      key_bias_BTH = key_bias(position_BT, self.cfg.base_num_query_heads)
+    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT, key_bias_BTH)
 
   def _run(
     self, stack: LayerStack, x_BTD: jax.Array, inputs: LayerInputs
@@ -201,9 +212,27 @@ class Decoder(nn.Module):
     segment_BT: jax.Array,
     position_BT: jax.Array,
   ) -> tuple[jax.Array, LayerSums, jax.Array]:
-    """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs."""
+    """(x_BTD, sums, w_DV): what a loss over chunks of tokens needs.
+
+    A bias of the logits is one more row of w_DV, with which x_BTD has a 1.
+    """
     x_BTD, sums = self.hidden(tokens_BT, segment_BT, position_BT)
-    return x_BTD, sums, self.unembedding()
+    w_DV = self.unembedding()
+    if self.cfg.family.unembed_bias:
+      x_BTD, w_DV = self._with_bias(x_BTD, w_DV)
+    return x_BTD, sums, w_DV
+
+  def _with_bias(self, x_BTD: jax.Array, w_DV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(x_BTD, w_DV) with as many more channels as shards: the bias, and zeros."""
+    num_more = self.sharder.num_shards("embed")
+    one_BTD = jnp.zeros((*x_BTD.shape[:2], num_more), x_BTD.dtype).at[..., 0].set(1)
+    bias_DV = jnp.zeros((num_more, w_DV.shape[1]), w_DV.dtype).at[0].set(self.unembed_bias())
+    x_BTD = jnp.concatenate([x_BTD, one_BTD], axis=-1)
+    w_DV = jnp.concatenate([w_DV, bias_DV])
+    return (
+      self.sharder.constrain(x_BTD, ("activation_batch", "activation_length", "activation_embed")),
+      self.sharder.constrain(w_DV, ("embed", "vocab")),
+    )
 
   def __call__(
     self,
@@ -266,6 +295,9 @@ class Decoder(nn.Module):
       w_DV,
       preferred_element_type=accumulator_dtype(x.dtype),
     )
+    if self.cfg.family.unembed_bias:
+      bias_V = self.unembed_bias().astype(logits.dtype)
+      logits = logits + bias_V.reshape((*(1,) * (logits.ndim - 1), -1))
     logits = apply_soft_cap(logits, self.cfg.final_logits_soft_cap)
     between = (None,) * (x.ndim - 3)
     names = ("activation_batch", "activation_length", *between, "activation_vocab")

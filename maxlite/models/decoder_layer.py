@@ -58,7 +58,7 @@ def rope_by_name(position_BT: jax.Array, layers: Iterable[LayerSpec]) -> dict[st
 class DecoderLayer(nn.Module):
   """A mixer of positions, then a feed-forward, each after a norm: the modules that `spec` names.
 
-  Returns (y_BTD, LayerOutputs).
+  In families with parallel layers, both read the layer's input. Returns (y_BTD, LayerOutputs).
   """
 
   cfg: ModelConfig
@@ -69,7 +69,9 @@ class DecoderLayer(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerOutputs]:
     mixer = self._module(self.spec.mixer)
-    y_BTD, keys_values = mixer(self._pre_norm("attention_norm", x_BTD), inputs)
+    input_BTD = x_BTD
+    mixed_BTD = self._pre_norm("attention_norm", x_BTD)
+    y_BTD, keys_values = mixer(mixed_BTD, inputs)
     sums: LayerSums = {}
     if self.spec.mixer.has_sums:
       y_BTD, sums["indexer"] = y_BTD
@@ -77,7 +79,13 @@ class DecoderLayer(nn.Module):
 
     spec = self.spec.feed_forward
     feed_forward = self._module(spec)
-    result = feed_forward(self._pre_norm(spec.pre_norm, x_BTD), inputs.segment_BT, x_BTD)
+    if self.cfg.family.parallel == "one_norm":
+      normed_BTD = mixed_BTD
+    elif self.cfg.family.parallel:
+      normed_BTD = self._pre_norm(spec.pre_norm, input_BTD)
+    else:
+      normed_BTD = self._pre_norm(spec.pre_norm, x_BTD)
+    result = feed_forward(normed_BTD, inputs.segment_BT, x_BTD)
     if spec.has_experts:
       result, sums["moe"] = result
     x_BTD += self._update(spec.post_norm, result)

@@ -23,6 +23,7 @@ from maxlite.layers.layer_specs import (
 )
 
 Stacks = tuple[LayerStack, ...]
+BIAS_CHANNELS = 8  # of ALiBi, which needs one; kernels of attention need multiples of 8
 
 
 def layer_stacks(cfg: ModelConfig) -> Stacks:
@@ -192,7 +193,7 @@ def _runs(cfg: ModelConfig, mixers: list[MixerSpec], names: tuple[str, ...] = ("
 
 
 def _feed_forward(cfg: ModelConfig, *, has_experts: bool, mlp_dim: int = 0) -> FeedForwardSpec:
-  mlp = MlpSpec(mlp_dim or cfg.base_mlp_dim)
+  mlp = MlpSpec(mlp_dim or cfg.base_mlp_dim, has_bias=cfg.family.mlp_bias)
   if not has_experts:
     return mlp
   assert cfg.family.moe is not None
@@ -218,8 +219,9 @@ def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
     num_heads=cfg.base_num_query_heads,
     num_kv_heads=cfg.base_num_kv_heads,
     head_dim=cfg.head_dim,
-    rope=rope,
+    rope=rope if cfg.family.positions == "rope" else None,
     window=cfg.sliding_window_size if is_local else 0,
+    num_bias_channels=BIAS_CHANNELS if cfg.family.positions == "alibi" else 0,
   )
 
 

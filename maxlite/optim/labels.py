@@ -207,7 +207,7 @@ def matrix_axes(names: jax.P) -> optax.contrib.MuonDimensionNumbers | None:
   up. Embeddings and unembeddings (which have a vocabulary side), norms, biases, depthwise
   convolutions and low-rank adapters are not hidden matrices.
   """
-  if "vocab" in names or "lora_rank" in names:
+  if {"vocab", "position", "lora_rank"} & set(names):
     return None
   width = []
   others = []

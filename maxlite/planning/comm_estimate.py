@@ -270,7 +270,7 @@ def _gathered_index(names: LogicalNames) -> int | None:
 
 
 def _kind_of_weight(path: list[str]) -> str:
-  if path[0] in ("embed", "unembed"):
+  if path[0] in ("embed", "position_embed", "unembed"):
     return "table"
   if path[-2] == "moe":
     return "expert"

@@ -99,7 +99,7 @@ def estimate_memory(program: Program, phase: int = 0) -> MemoryEstimate:
   save_all = dataclasses.replace(model, remat_policy="none", remat_saved_names=())
   in_layers = _activations(program, objective, save_all)
   layer_bytes = _total(in_layers) / (model.base_num_decoder_layers + model.mtp_num_layers)
-  vocab = model.vocab_size // program.sharder.num_shards("vocab")
+  vocab = model.vocab_size // program.sharder.whole_beside_rows("vocab").num_shards("vocab")
   tokens = math.prod(objective.batch_shape) // num_token_shards(program.sharder)
   chunk_tokens = min(tokens, program.spec.training.logits_chunk_tokens)
   return MemoryEstimate(

@@ -24,6 +24,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "layers": (),
   "per_layer": (),
   "vocab": ("tensor",),
+  "position": (),
   "embed": ("fsdp", "context", "expert"),
   "norm": (),
   "q_heads": ("tensor",),
@@ -109,6 +110,18 @@ class Sharder:
     for name in DEFAULT_RULES:
       rules[name] = [axis for axis in self._rule(name) if axis not in mesh_axes]
     return Sharder(mesh, rules, self.gather_by_permutes)
+
+  def whole_beside_rows(self, name: str) -> "Sharder":
+    """The sharder whose rule of `name` has none of the mesh axes that also shard rows of a batch.
+
+    For code inside a shard_map that sums over the axes of a parameter: shards along those of the
+    rows have different tokens, whose results must not be added. The parameter is gathered there.
+    """
+    row_axes = {axis for rows in ROWS for axis in self._rule(rows)}
+    if row_axes.isdisjoint(self.mesh_axes(name)):
+      return self
+    kept = [axis for axis in self._rule(name) if axis not in row_axes]
+    return dataclasses.replace(self, overrides={**self.overrides, name: kept})
 
   def mesh_axes(self, name: str | None) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard a logical axis; none for None."""

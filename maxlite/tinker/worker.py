@@ -16,6 +16,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from maxlite.adapters.datum import Datum
 from maxlite.adapters.engine import AdamW, AdapterEngine, AdapterSpec, AdapterState
 from maxlite.errors import UserError, get_logger
+from maxlite.storage.json_values import JsonObject
 from maxlite.tinker.messages import read_request, write_output, write_sample
 from maxlite.tinker.paths import CheckpointPath, check_name
 from maxlite.tinker.sampler import Sampler, SampleTask
@@ -37,9 +39,12 @@ SAMPLE = "sample"
 _GAP_SECONDS = 330.0
 _STORE_EVERY = 8  # updates of a model; a restart computes as many again at most
 _SESSION_SECONDS = 3600.0  # without a sign of its client, after which a session ends
+# What requests raise that have other fields, types or sizes than the client's.
+_WRONG = (UserError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
 _TASKS_PER_BATCH = 256  # sampling requests of one adapter that are decoded together
 
 log = get_logger(__name__)
+_Plain = TypeVar("_Plain", int, bool)
 
 
 @dataclasses.dataclass(eq=False)
@@ -327,10 +332,8 @@ class Worker:
     with self._store:
       try:
         result = process(request)
-      except UserError as error:
-        result = Result.failure(str(error))
-      except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        result = Result.failure(f"the request is malformed: {type(error).__name__}: {error}")
+      except _WRONG as error:
+        result = Result.failure(_message(error))
       self._store.finish(request, result)
       model = self._models.get(request.model_id)
       if model is not None and request.kind != CREATE:
@@ -437,14 +440,13 @@ class Worker:
       raise UserError(f"base_model={wanted!r} is not served here: use {self._base_model!r}")
     if body.get("path") is None:
       config = body.get("lora_config") or {}
-      seed = config.get("seed")
       spec = AdapterSpec(
-        rank=int(config.get("rank", 32)),
+        rank=_field(config, "rank", 32),
         # By default adapters of a session differ, and a restart gives the same ones.
-        seed=request.number if seed is None else int(seed),
-        train_attn=bool(config.get("train_attn", True)),
-        train_mlp=bool(config.get("train_mlp", True)),
-        train_unembed=bool(config.get("train_unembed", True)),
+        seed=_field(config, "seed", request.number),
+        train_attn=_field(config, "train_attn", True),
+        train_mlp=_field(config, "train_mlp", True),
+        train_unembed=_field(config, "train_unembed", True),
       )
       state = self._engine.new_adapter(spec)
       info = {"base_model": self._base_model, "lora_alpha": self._engine.alpha, **spec._asdict()}
@@ -524,8 +526,8 @@ class Worker:
     for request in batch:
       try:
         tasks[request] = self._sampler.read(request.json(), request.number)
-      except UserError as error:
-        self._fail([request], str(error))
+      except _WRONG as error:
+        self._fail([request], _message(error))
     if tasks:
       self._complete(sampler_id, state, tasks)
 
@@ -551,8 +553,26 @@ class Worker:
       self._finish(request, Result.failure(message, category))
 
 
+def _message(error: Exception) -> str:
+  """What a client reads of an error of `_WRONG`."""
+  if isinstance(error, UserError):
+    return str(error)
+  return f"the request is malformed: {type(error).__name__}: {error}"
+
+
 def sampler_id_of(session_id: str, number: int) -> str:
   return f"{session_id}:sample:{number}"
+
+
+def _field(config: JsonObject, name: str, default: _Plain) -> _Plain:
+  """A field of `lora_config`, of the type of its default; null counts as absent."""
+  value = config.get(name)
+  if value is None:
+    return default
+  if type(value) is not type(default):
+    kind = type(default).__name__
+    raise UserError(f"lora_config: {name}={value!r} must be of type {kind}, such as {default!r}")
+  return value
 
 
 def _hyperparameters(request: Request) -> AdamW:

@@ -217,6 +217,7 @@ def token_values(
   check_vma: bool = True,
 ) -> Arrays:
   """The `num_values` values [B, T] that `chunk` computes for every token of `rows`, [B, T] each."""
+  sharder = sharder.whole_beside_rows("vocab")
   row_spec = sharder.spec(_ROW_NAMES)
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")
@@ -298,12 +299,13 @@ def _token_sums(
 
   Every shard processes its tokens in chunks and recomputes a chunk's logits in the backward pass,
   so at most `chunk_tokens` x V / (shards of V) logits exist at once. V is sharded over the mesh
-  axes of `vocab`; the softmax needs one reduction over them per token.
+  axes of `vocab` that do not shard tokens; the softmax needs one reduction over them per token.
 
   Args:
     states: [B, T, ..., D] each; the unembedding with the same index, if any, takes its type.
     rows: [B, T, ...] each.
   """
+  sharder = sharder.whole_beside_rows("vocab")
   row_axes = (*sharder.mesh_axes(_ROW_NAMES[0]), *sharder.mesh_axes(_ROW_NAMES[1]))
   vocab_axes = sharder.mesh_axes("vocab")
   embed_axes = sharder.mesh_axes("embed")

@@ -232,6 +232,7 @@ class Folder:
     import torch
     import transformers
 
+    torch.set_num_threads(1)  # several threads cost more than they save in such small models
     register_mistral4()
     values = copy.deepcopy(values)
     if values["model_type"] == "kimi_k2":

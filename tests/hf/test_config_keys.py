@@ -116,6 +116,12 @@ MEANINGS = [
   ("glm", "rope_parameters", {}, {"partial_rotary_factor": 0.5}),
   ("glm4", "", {"rope_parameters": {"rope_theta": 77.0}}, {"partial_rotary_factor": 0.5}),
   ("granite", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
+  ("granitemoeshared", "", {"router_aux_loss_coef": 0.5}, {"shared_experts": 2}),
+  # 500 * 3 ** (4 / 2)
+  ("hunyuan_v1_dense", "", {}, {"rope_type": "default", "rope_max_timescale": 4500.0}),
+  ("hunyuan_v1_dense", "", {"num_shared_expert": [1, 1]}, {"head_dim": 4}),
+  ("hunyuan_v1_moe", "moe_topk", {"num_experts_per_tok": 3}, {"num_experts_per_tok": 3}),
+  ("hunyuan_v1_moe", "", {"moe_topk": [3, 3]}, {"num_experts_per_tok": 3, "shared_experts": 1}),
   ("ernie4_5", "rope_parameters", {}, {"rope_max_timescale": 500_000.0}),
   ("flex_olmo", "num_experts", {"num_local_experts": 4}, {"num_experts": 4}),
   ("ministral3", "rope_parameters", {}, {"query_scaling_beta": 0.1, "rope_max_timescale": 1e6}),
@@ -186,14 +192,20 @@ REFUSED = [
   ("gemma4_text", {"per_layer_config": PADDED | {"2": {"head_dim": 4}}}, "has per_layer_config"),
   ("gemma4_text", {"rope_parameters": NO_LOCAL_BASE}, "rope_theta=0.0 in rope_parameters.sliding"),
   ("gemma4_text", {"rope_theta": 77.0}, "has rope_theta, which maxlite does not read"),
-  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "has mlp_layer_types"),
+  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "sparse"]}, "has mlp_layer_types"),
+  ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "hash", "dense"]}, "has mlp_layer_types"),
   ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
   ("dots1", {"layer_types": None, "max_window_layers": 2}, "sliding_window=4096"),
-  ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1"),
-  ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2"),
+  ("ernie4_5_moe", {"moe_layer_interval": None}, "moe_layer_interval=null"),
   ("granitemoe", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
   ("glm4", {"attention_bias": False}, "attention_bias=False"),
   ("granite", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
+  ("granitemoeshared", {"shared_intermediate_size": 30}, "only multiples of intermediate_size=24"),
+  ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm=False"),
+  ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True"),
+  ("hunyuan_v1_dense", {"attention_head_dim": 8}, "attention_head_dim=8"),
+  ("hunyuan_v1_moe", {"moe_topk": [2, 1]}, r"moe_topk=\[2, 1\], but maxlite supports only one"),
+  ("hunyuan_v1_moe", {"moe_intermediate_size": [12, 12]}, r"moe_intermediate_size=\[12, 12\]"),
   ("ernie4_5", {"use_bias": True}, "use_bias=True"),
   ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),
   ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
@@ -247,6 +259,27 @@ def test_other_dense_layers_are_listed_and_survive_the_export():
     _, hf = find_family(build(ModelConfig, DEFAULTS | {"decoder_block": "qwen3_moe"} | keys))
     assert tuple(hf["mlp_only_layers"]) == keys["mlp_only_layers"]
     assert hf["decoder_sparse_step"] == 1
+
+
+@pytest.mark.parametrize(
+  ("model_type", "pattern", "expected"),
+  [
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, (1, 3)),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"] * 2}, (0, 2)),
+    ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": 2}, (0, 3)),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_end_index": -1}, (0, 2)),
+    ("ernie4_5_moe", {"moe_layer_interval": 3}, (0, 1, 3)),
+  ],
+)
+def test_any_layers_may_be_dense(model_type, pattern, expected):
+  keys = FAMILIES[model_type].config_from_hf(
+    config_of(model_type) | {"num_hidden_layers": 4} | pattern
+  )
+  cfg = build(ModelConfig, DEFAULTS | {"decoder_block": FAMILIES[model_type].decoder_block} | keys)
+  specs = layer_specs(cfg)
+  assert tuple(i for i, spec in enumerate(specs) if not spec.feed_forward.has_experts) == expected
+  family, _ = find_family(cfg)  # which reads the same model back
+  assert family.model_type == model_type
 
 
 @pytest.mark.parametrize(("step", "listed", "dense"), [(1, [0], [0]), (2, [1], [0, 1, 2, 4])])
@@ -307,7 +340,9 @@ def test_defaults_are_those_of_the_config_class(model_type):
     thetas = {"global": thetas}
   expected = {name: field.default for name, field in fields.items()}
   expected |= {"rope_theta": thetas["global"], "rope_local_base_freq": thetas.get("local")}
-  expected["partial_rotary_factor"] = cls().rope_parameters.get("partial_rotary_factor")
+  rope = getattr(cls(), "rope_parameters", {})
+  expected["partial_rotary_factor"] = rope.get("partial_rotary_factor")
+  expected |= {"rotary_pct": rope.get("partial_rotary_factor"), "rotary_emb_base": thetas["global"]}
   if model_type == "gpt_oss":  # set where the field is null
     expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
   if model_type in ("ministral3", "mistral4"):
@@ -320,6 +355,18 @@ def test_defaults_are_those_of_the_config_class(model_type):
   unknown = set(fields) - set(family.defaults) - set(family.unread) - WITHOUT_EFFECT
   # Refused unless they have no effect.
   assert unknown <= {"chunk_size_feed_forward", "is_encoder_decoder", "rope_parameters"}
+
+
+@pytest.mark.hf
+@needs_transformers
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "kimi_k2"])
+def test_keys_that_a_full_dump_adds_have_no_effect(model_type):
+  """Of all attributes of a config, such as `to_json_string(use_diff=False)` writes."""
+  base = config_of(model_type)
+  dump = json.loads(config_class(model_type)(**base).to_json_string(use_diff=False))
+  assert dump.keys() > base.keys() | {"chunk_size_feed_forward", "id2label"}
+  family = FAMILIES[model_type]
+  assert family.config_from_hf(dump) == family.config_from_hf(base)
 
 
 def is_fast(meaning):

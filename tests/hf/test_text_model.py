@@ -35,6 +35,10 @@ OLDER = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head.
 FLAT = {"model.": "model.", "lm_head.": "lm_head."}
 
 
+# As hf_parity.py names them, with the model_type of the text model after a slash.
+TRANSFORMERS = (*LARGER_MODELS, "mistral3/ministral3", "mistral3/mistral4")
+
+
 def nested_folder(model_type, folder, names=NEWER, **others):
   """Write the fixture of a text model as a part of a larger model, with `others` in config.json."""
   folder.mkdir()
@@ -110,8 +114,26 @@ def test_experts_in_one_tensor_are_read(tmp_path):
   """As in the published weights of Qwen3.5."""
   folder = nested_folder("qwen3_5_moe_text", tmp_path / "larger")
   tensors = load_file(folder / "model.safetensors")
-  fused = {name: array for name, array in tensors.items() if ".mlp.experts." not in name}
-  layers = {name.partition(".mlp.experts.")[0] for name in tensors.keys() - fused.keys()}
+  save_file(fused(tensors), folder / "model.safetensors")
+  assert_same_arrays(folder, FIXTURES / "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_a_fused_tensor_of_experts_is_told_from_its_transpose(is_transposed, tmp_path):
+  """Qwen3-VL's experts are published as the transpose of what transformers saves."""
+  folder = nested_folder("qwen3_vl_moe_text", tmp_path / "larger")
+  tensors = fused(load_file(folder / "model.safetensors"))
+  for name, array in tensors.items():
+    if is_transposed and ".mlp.experts." in name:
+      tensors[name] = np.ascontiguousarray(array.swapaxes(1, 2))
+  save_file(tensors, folder / "model.safetensors")
+  assert_same_arrays(folder, FIXTURES / "qwen3_moe")
+
+
+def fused(tensors):
+  """The tensors with one for all experts of a layer in place of one for each expert."""
+  result = {name: array for name, array in tensors.items() if ".mlp.experts." not in name}
+  layers = {name.partition(".mlp.experts.")[0] for name in tensors.keys() - result.keys()}
   for layer in layers:
     of_experts = [name for name in tensors if name.startswith(f"{layer}.mlp.experts.")]
     rows = []
@@ -122,11 +144,57 @@ def test_experts_in_one_tensor_are_read(tmp_path):
       up = tensors[f"{prefix}.up_proj.weight"]
       rows.append(np.concatenate([gate, up]))
       columns.append(tensors[f"{prefix}.down_proj.weight"])
-    fused[f"{layer}.mlp.experts.gate_up_proj"] = np.stack(rows)
-    fused[f"{layer}.mlp.experts.down_proj"] = np.stack(columns)
-  assert fused.keys() != tensors.keys()
-  save_file(fused, folder / "model.safetensors")
-  assert_same_arrays(folder, FIXTURES / "qwen3_5_moe_text")
+    result[f"{layer}.mlp.experts.gate_up_proj"] = np.stack(rows)
+    result[f"{layer}.mlp.experts.down_proj"] = np.stack(columns)
+  assert layers
+  return result
+
+
+def kimi_folder(folder):
+  """Write a folder as Kimi-K2.5 is published: names and keys."""
+  return nested_folder(
+    "kimi_k2",
+    folder,
+    OLDER,
+    ignore_index=-100,
+    media_placeholder_token_id=7,
+    use_unified_vision_chunk=True,
+    video_placeholder="<video>",
+  )
+
+
+def test_a_published_kimi_folder_is_read_as_its_text_model(tmp_path):
+  folder = kimi_folder(tmp_path / "larger")
+  assert_same_arrays(folder, FIXTURES / "kimi_k2")
+  # transformers 5.23 saves its layers under another name.
+  tensors = load_file(folder / "model.safetensors")
+  renamed = {name.replace(".layers.", ".blocks."): array for name, array in tensors.items()}
+  assert renamed.keys() != tensors.keys()
+  save_file(renamed, folder / "model.safetensors")
+  assert_same_arrays(folder, FIXTURES / "kimi_k2")
+
+
+def test_experts_that_text_config_describes_as_packed_are_unpacked(tmp_path):
+  folder = kimi_folder(tmp_path / "larger")
+  tensors = load_file(folder / "model.safetensors")
+  (name,) = (name for name in tensors if name.endswith("layers.1.mlp.experts.0.up_proj.weight"))
+  shape = tensors.pop(name).shape
+  tensors |= {
+    f"{name}_packed": np.full((shape[0], shape[1] // 8), 0x7B7B7B7B, np.int32),  # 11 - 8, 7 - 8
+    f"{name}_scale": np.full((shape[0], 1), 0.5, np.float32),
+    f"{name}_shape": np.array(shape, np.int64),
+  }
+  save_file(tensors, folder / "model.safetensors")
+  weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+  config = json.loads((folder / "config.json").read_text())
+  config["text_config"]["quantization_config"] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": weights}},
+  }
+  (folder / "config.json").write_text(json.dumps(config))
+  expert_FD = arrays_of(folder)["layers/moe/wi_1"][0, 0].T
+  np.testing.assert_array_equal(expert_FD, np.tile([1.5, -0.5], (shape[0], shape[1] // 2)))
 
 
 def qwen2_vl_folder(folder, is_flat):
@@ -167,14 +235,14 @@ def test_missing_keys_have_the_defaults_of_the_larger_model(is_flat, tmp_path):
   not (find_spec("torch") and find_spec("transformers")),
   reason="needs torch and transformers: pip install -e .[hf]",
 )
-@pytest.mark.parametrize("larger", LARGER_MODELS)
+@pytest.mark.parametrize("larger", TRANSFORMERS)
 def test_logits_of_text_are_those_of_the_larger_model(larger, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(FIXTURES.parents[2] / "tools" / "fixtures")
   sys.modules.pop("hf_parity", None)
   import hf_parity
   import torch
 
-  assert hf_parity.LARGER[larger] in LARGER_MODELS[larger].families
+  assert hf_parity.LARGER[larger] in LARGER_MODELS[larger.partition("/")[0]].families
   model = hf_parity.build(larger, seed=0)
   model.save_pretrained(tmp_path / "larger")
   with torch.no_grad():

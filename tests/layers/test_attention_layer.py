@@ -47,8 +47,10 @@ def make_params(num_kv_heads):
   return params
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything"))
-def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
+@functools.partial(
+  jax.jit, static_argnums=(0, 1), static_argnames=("qk_norm", "everything", "after")
+)
+def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False, after=False):
   limits = {}
   if everything:
     limits = {"attn_logits_soft_cap": SOFT_CAP, "clip_qkv": LIMIT}
@@ -62,7 +64,7 @@ def attend(sharder, num_kv_heads, params, x_BTD, qk_norm="", everything=False):
   )
   rope = RopeSpec("main", HEAD_DIM, RopeConfig(rope_max_timescale=100.0))
   spec = AttentionSpec(
-    AttentionForm(qk_norm, qkv_bias=everything, out_bias=everything, sinks=everything),
+    AttentionForm(qk_norm, after, qkv_bias=everything, out_bias=everything, sinks=everything),
     num_heads=NUM_HEADS,
     num_kv_heads=num_kv_heads,
     head_dim=HEAD_DIM,
@@ -143,10 +145,20 @@ def test_multi_head_attention_equals_its_formula(sharders, qk_norm, normed_shape
   np.testing.assert_allclose(y_BTD[1], expected_TD, atol=1e-3)
 
 
-def formula(params, x_TD, everything):
+@pytest.mark.parametrize("mesh", ["one device", slow("context tensor")])
+def test_a_norm_after_the_rotary_embedding_equals_its_formula(sharders, mesh):
+  params = make_params(NUM_HEADS)
+  params["query_norm"] = {"scale": draw(HEAD_DIM, 0)}
+  params["key_norm"] = {"scale": draw(HEAD_DIM, 1)}
+  x_BTD = draw((2, NUM_POSITIONS, DIM), 7)
+  y_BTD = attend(sharders[mesh], NUM_HEADS, params, x_BTD, qk_norm="head", after=True)
+  np.testing.assert_allclose(y_BTD[1], formula(params, x_BTD[1], after=True), atol=1e-3)
+
+
+def formula(params, x_TD, everything=False, after=False):
   """The layer's output for a row of one document, in float64."""
-  q_HTC = project(params, "query", x_TD)
-  k_HTC = project(params, "key", x_TD)
+  q_HTC = project(params, "query", x_TD, has_norm=not after)
+  k_HTC = project(params, "key", x_TD, has_norm=not after)
   v_HTC = project(params, "value", x_TD)
   if everything:
     q_HTC = np.clip(q_HTC, -LIMIT, LIMIT)
@@ -154,6 +166,9 @@ def formula(params, x_TD, everything):
     v_HTC = np.clip(v_HTC, -LIMIT, LIMIT)
   q_HTC = rotate(q_HTC)
   k_HTC = rotate(k_HTC)
+  if after:
+    q_HTC = normed_pairs(q_HTC, params["query_norm"]["scale"])
+    k_HTC = normed_pairs(k_HTC, params["key_norm"]["scale"])
   score_HTS = np.einsum("htc,hsc->hts", q_HTC, k_HTC.conj()).real * SCALE
   if everything:
     score_HTS = SOFT_CAP * np.tanh(score_HTS / SOFT_CAP)
@@ -169,12 +184,12 @@ def formula(params, x_TD, everything):
   return y_TD
 
 
-def project(params, name, x_TD):
+def project(params, name, x_TD, has_norm=True):
   """The projection with its bias and norm, if it has them."""
   x_HTC = np.einsum("td,dhc->htc", x_TD, np.float64(params[name]["kernel"]))
   if "bias" in params[name]:
     x_HTC += params[name]["bias"][:, None]
-  if f"{name}_norm" in params:
+  if has_norm and f"{name}_norm" in params:
     x_HTC = normed(x_HTC, params[f"{name}_norm"]["scale"])
   return x_HTC
 
@@ -184,6 +199,12 @@ def rotate(x_HTC):
   frequency_C = 100.0 ** -np.array([0, 0.5])
   turn_TC = np.exp(1j * POSITION_BT[1][:, None] * frequency_C)
   return (x_HTC[..., :2] + 1j * x_HTC[..., 2:]) * turn_TC
+
+
+def normed_pairs(pair_HTC, scale):
+  """RMSNorm of the channels of a head, given its pairs as complex numbers."""
+  x_HTC = normed(np.concatenate([pair_HTC.real, pair_HTC.imag], axis=-1), scale)
+  return x_HTC[..., :2] + 1j * x_HTC[..., 2:]
 
 
 def normed(x_HTC, scale):

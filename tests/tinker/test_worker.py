@@ -230,6 +230,35 @@ def test_data_that_are_not_a_message_fail_their_future(tmp_path, machine):
   assert submit(server, client, client._numbered("save_weights", {"path": "x"})).media == JSON
 
 
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"sampling_params": [1]},
+    {"sampling_params": {"temperature": 10**400}},
+    {"sampling_params": {"stop": 3}},
+    {"prompt": None},
+  ],
+  ids=str,
+)
+def test_samples_of_other_fields_than_the_clients_fail_their_future(tmp_path, machine, fields):
+  server, client = open_client(tmp_path, machine)
+  save = {"sampling_session_seq_id": 0}
+  submit(server, client, client._numbered("save_weights_for_sampler", save))
+  key, owner, number, kind, body = client._sample(5)
+  wrong = json.dumps(json.loads(body) | fields).encode()
+  assert error_of(submit(server, client, (key, owner, number, kind, wrong)))
+  assert submit(server, client, client._sample(6)).media == PROTOBUF
+
+
+@pytest.mark.parametrize("fields", [{"rank": 2.5}, {"rank": True}, {"train_mlp": "no"}], ids=str)
+def test_fields_of_other_types_are_not_converted(tmp_path, machine, fields):
+  server, _ = open_client(tmp_path, machine)
+  other = Client("t", 1)
+  key, owner, number, kind, body = other.steps[0][0]
+  wrong = json.dumps(json.loads(body) | {"lora_config": fields}).encode()
+  assert "must be of type" in error_of(submit(server, other, (key, owner, number, kind, wrong)))
+
+
 @pytest.mark.slow
 def test_more_models_than_slots(tmp_path, machine):
   """Models wait in host memory with their gradients, and leave nothing in a slot."""

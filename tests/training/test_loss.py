@@ -24,11 +24,15 @@ ONE = {}
 VOCAB_SHARDED = {"tensor": 4, "data": 2}
 TOKENS_SHARDED = {"data": 2, "fsdp": 2, "context": 2}
 ALL_SHARDED = {"expert": 2, "context": 2, "tensor": 2}
+# The vocabulary, too, is sharded over an axis that shards rows.
+SHARED_AXIS = {"fsdp": 2, "context": 2, "tensor": 2}
+SHARED_RULES = {"vocab": ("tensor", "fsdp"), "embed": ("context", "expert")}
 
 
 def sharder_on(degrees):
   sizes = [degrees.get(mesh_axis, 1) for mesh_axis in MESH_AXES]
-  return Sharder(build_mesh(sizes, [1] * 6, jax.devices()[: np.prod(sizes)]))
+  rules = SHARED_RULES if degrees == SHARED_AXIS else {}
+  return Sharder(build_mesh(sizes, [1] * 6, jax.devices()[: np.prod(sizes)]), rules)
 
 
 def draw_inputs(num_real=B):
@@ -84,6 +88,7 @@ def exact(x_BTD, w_DV, targets_BT, weight_BT, factors, soft_cap=0):
     (VOCAB_SHARDED, 10, 0),
     (TOKENS_SHARDED, 6, 0),
     (ALL_SHARDED, 5, 2.0),
+    (SHARED_AXIS, 5, 0),
   ],
   ids=str,
 )
@@ -108,7 +113,7 @@ def test_value_and_gradients_are_exact(degrees, chunk_tokens, soft_cap, one_pass
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("degrees", [ONE, TOKENS_SHARDED, ALL_SHARDED], ids=str)
+@pytest.mark.parametrize("degrees", [ONE, TOKENS_SHARDED, ALL_SHARDED, SHARED_AXIS], ids=str)
 def test_sequences_are_summed_over_all_shards(degrees):
   """Their gradients too: of log-probabilities, over sequences that cross the shards' borders."""
   x_BTD, w_DV, targets_BT, weight_BT = draw_inputs()

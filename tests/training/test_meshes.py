@@ -113,6 +113,25 @@ def test_initial_parameters_are_the_same_on_every_mesh(program_on, replicated):
   assert tree_hash(state) == tree_hash(replicated.before)
 
 
+# Mesh axes that shard parameters, whose results are summed over shards, and rows of the batch.
+SHARED = {
+  "vocab": "[[vocab, [tensor, fsdp]], [embed, [context, expert]]]",
+  "mlp": "[[mlp, [tensor, fsdp]], [embed, [context, expert]], [embed_no_exp, [context]]]",
+  "exp": "[[exp, [expert, fsdp]], [embed_no_exp, [context]]]",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("replicated", ["mixtral"], indirect=True)
+def test_rules_may_shard_parameters_over_the_axes_of_rows(program_of, replicated, name):
+  mesh = mesh_keys("fsdp=2 context=2 tensor=2")
+  keys = {"decoder_block": "mixtral", "sparse_matmul": True, "logical_axis_rules": SHARED[name]}
+  program = program_of(**KEYS, **keys, **mesh)
+  got = three_steps(program, replicated.before)
+  assert_same_steps(got, (replicated.after, replicated.rows))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "schedule_free_adamw", "novograd"])
 def test_steps_of_optimizers_of_optax_are_the_same_on_a_mesh(program_of, name):

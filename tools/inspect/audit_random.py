@@ -42,6 +42,9 @@ DRAFT_HEADS = (
   "phases=[{name: a, train: [.*], steps: 1, loss: next_token_and_draft}, "
   "{name: b, train: [.*draft.*], steps: 2, loss: match_head}]"
 )
+# Parameters over the axes of rows.
+VOCAB_OVER_ROWS = "[[vocab, [tensor, fsdp]], [embed, [context, expert]]]"
+HIDDEN_OVER_ROWS = "[[mlp, [tensor, fsdp]], [embed, [context, expert]], [embed_no_exp, [context]]]"
 # Features, each with alternatives; what the rules of a config refuse is left out.
 FEATURES: tuple[tuple[tuple[str, ...], ...], ...] = (
   (("scan_layers=false",), ("scan_layers=true",)),
@@ -102,7 +105,7 @@ FEATURES: tuple[tuple[tuple[str, ...], ...], ...] = (
   (("final_logits_soft_cap=30",), ("attn_logits_soft_cap=50",)),
   (("sliding_window_size=8",),),
   (("optimizer_memory_host_offload=true",),),
-  (("logical_axis_rules=[[vocab, [tensor, fsdp]], [embed, [context, expert]]]",),),
+  ((f"logical_axis_rules={VOCAB_OVER_ROWS}",), (f"logical_axis_rules={HIDDEN_OVER_ROWS}",)),
 )
 CHANCE = 0.22  # of a feature
 

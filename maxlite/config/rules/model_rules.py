@@ -7,7 +7,7 @@ from maxlite.config.rules.violation import (
   changed_keys,
   largest_divisor,
 )
-from maxlite.config.schema import DEFAULTS, Config, CycleConfig, TilesConfig, flatten
+from maxlite.config.schema import DEFAULTS, Config, CycleConfig, RopeConfig, TilesConfig, flatten
 from maxlite.registry import ATTENTION_BACKENDS
 
 # By key of the rotary embedding, the types that read it.
@@ -238,6 +238,58 @@ def layer_cycles(cfg: Config) -> Violations:
     )
 
 
+def unembed_bias(cfg: Config) -> Violations:
+  """The rules on families whose logits have a bias."""
+  model = cfg.model
+  if not model.family.unembed_bias:
+    return
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"the logits of this family have a bias, which drafts do not support; write {key}=0",
+    )
+  if model.logits_scaling != 1:
+    yield Violation(
+      ["logits_scaling", "decoder_block"],
+      "the logits of this family have a bias, which is not scaled; write logits_scaling=1",
+    )
+
+
+def positions(cfg: Config) -> Violations:
+  """The rules on how positions reach the model."""
+  model = cfg.model
+  num_positions = model.trainable_position_size
+  if model.family.positions != "learned":
+    if num_positions:
+      yield Violation(
+        ["trainable_position_size", "decoder_block"],
+        "the positions of this family are not learned; write trainable_position_size=0",
+      )
+  elif num_positions == 0:
+    yield Violation(
+      ["trainable_position_size", "decoder_block"],
+      "the positions of this family are learned; write "
+      f"trainable_position_size={cfg.data.max_target_length}",
+    )
+  elif num_positions < cfg.data.max_target_length:
+    yield Violation(
+      ["trainable_position_size", "max_target_length"],
+      f"longer rows have positions without an embedding; write max_target_length={num_positions}",
+    )
+  if model.family.positions == "alibi" and model.base_num_kv_heads != model.base_num_query_heads:
+    yield Violation(
+      ["base_num_kv_heads", "decoder_block"],
+      "this family has a bias of the keys of each query head; write "
+      f"base_num_kv_heads={model.base_num_query_heads}",
+    )
+  if model.family.positions != "rope":
+    for key in changed_keys(cfg, list(flatten(RopeConfig()))):
+      yield Violation(
+        [key, "decoder_block"],
+        f"this family has no rotary embedding; write {key}={show(DEFAULTS[key])}",
+      )
+
+
 def rope(cfg: Config) -> Violations:
   """The rules on the extension of the context."""
   rope = cfg.model.rope
@@ -338,6 +390,8 @@ MODEL_RULES = (
   indexer,
   gated_delta,
   layer_cycles,
+  positions,
+  unembed_bias,
   rope,
   rope_length,
   longrope,

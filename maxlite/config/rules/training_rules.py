@@ -82,10 +82,12 @@ def parametrization(cfg: Config) -> Violations:
     yield Violation(
       ["muon_split", key], "mup has no rule for matrices of heads; write muon_split=parts"
     )
-  if model.family.scaled_embedding or model.family.zero_centred_norms:
+  family = model.family
+  has_norms = family.zero_centred_norms or family.norm_bias
+  if family.scaled_embedding or has_norms or family.positions == "learned":
     yield Violation(
       [key, "decoder_block"],
-      "mup has no rule for this family's embedding and norms; write parametrization=standard",
+      "mup has no rule for this family's embeddings and norms; write parametrization=standard",
     )
   has_fixed_scale = model.query_pre_attn_scalar or model.family.reads("mla")
   if scaling.mup_base_head_dim and has_fixed_scale:

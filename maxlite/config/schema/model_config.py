@@ -196,9 +196,13 @@ class ModelConfig:
   base_mlp_dim: int = model_field(1024, "Hidden width of the dense MLP.", low=1)
   mlp_activations: tuple[str, ...] = model_field(
     ("silu", "linear"),
-    "Activation of the MLP (`gelu` is the tanh form, `quick_gelu` x sigmoid(1.702 x)). With "
-    "`linear` or `linear_plus_one` second, the MLP is gated.",
-    choices=("silu", "gelu", "quick_gelu", "relu", "linear", "linear_plus_one"),
+    "Activation of the MLP (`gelu` is the tanh form, `exact_gelu` that of the error function, "
+    "`quick_gelu` x sigmoid(1.702 x), `squared_relu` the square of `relu`). With `linear` or "
+    "`linear_plus_one` second, the MLP is gated.",
+    choices=(
+      *("silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu"),
+      *("linear", "linear_plus_one"),
+    ),
   )
   logits_via_embedding: bool = model_field(False, "Tie the output projection to the embedding.")
   num_draft_heads: int = model_field(
@@ -218,7 +222,13 @@ class ModelConfig:
     1.0, "The outputs of attention and MLP are multiplied by it before they are added.", low=0
   )
   logits_scaling: float = model_field(1.0, "Logits are divided by it.", low=0.001)
-  normalization_layer_epsilon: float = model_field(1e-5, "Epsilon of RMSNorm.", low=0)
+  normalization_layer_epsilon: float = model_field(1e-5, "Epsilon of the norms.", low=0)
+  trainable_position_size: int = model_field(
+    0,
+    "Positions that have a learned embedding, which is added to that of the token; in families "
+    "whose positions are learned (gpt2, opt) at least max_target_length, in others 0.",
+    low=0,
+  )
   scan_layers: bool = model_field(
     True,
     "Stack the parameters of layers and scan over them, with `scan_unroll` layers per iteration.",

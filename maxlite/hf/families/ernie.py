@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
+from maxlite.hf.families.mixtral import dense_layer_keys, has_experts_of
 from maxlite.hf.family import DENSE_KEYS, NORMS, HfFamily, Key, TensorRule, experts, mlp
 from maxlite.storage.json_values import Json, JsonObject
 
@@ -20,13 +21,30 @@ ATTENTION = (
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  if hf["moe_layer_end_index"] != -1:
-    hf.require(moe_layer_end_index=keys["base_num_decoder_layers"] - 1)
-  return {}
+  """Read which layers have experts: every n-th between a first and a last one."""
+  interval = hf["moe_layer_interval"]
+  first = hf["moe_layer_start_index"]
+  last = hf["moe_layer_end_index"]
+  num_layers = keys["base_num_decoder_layers"]
+  if last == -1:
+    last = num_layers - 1
+  has_experts = []
+  for layer in range(num_layers):
+    has_experts.append((layer + 1) % interval == 0 and first <= layer <= last)
+  return dense_layer_keys(has_experts)
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
-  return {"moe_layer_end_index": cfg.base_num_decoder_layers - 1}
+  """Write them so; where they are others, the result is read back as another model."""
+  places = [layer for layer, has in enumerate(has_experts_of(cfg)) if has]
+  interval = 1
+  if len(places) > 1:
+    interval = places[1] - places[0]
+  return {
+    "moe_layer_interval": interval,
+    "moe_layer_start_index": places[0],
+    "moe_layer_end_index": places[-1],
+  }
 
 
 ERNIE4_5 = HfFamily(
@@ -68,7 +86,6 @@ ERNIE4_5_MOE = HfFamily(
   (
     *DENSE_KEYS,
     Key("base_moe_mlp_dim", "moe_intermediate_size"),
-    Key("first_num_dense_layers", "moe_layer_start_index"),
     Key("num_experts", "moe_num_experts", alias="num_experts"),
     Key("num_experts_per_tok", "moe_k", alias="num_experts_per_tok"),
     Key("shared_experts", "moe_num_shared_experts"),
@@ -96,7 +113,7 @@ ERNIE4_5_MOE = HfFamily(
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
   },
-  required={"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12},
+  required={"use_bias": False, "moe_norm_min": 1e-12},
   aux_loss_key="router_aux_loss_coef",
   extra_from_hf=_from_hf,
   extra_to_hf=_to_hf,

@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from maxlite.config.schema import ModelConfig
+from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.deepseek import V3, v3_from_hf, v3_to_hf
+from maxlite.hf.families.mixtral import dense_layer_keys, has_experts_of
 from maxlite.hf.family import (
   ATTENTION,
   BLOCK,
@@ -165,28 +167,31 @@ GLM4_MOE = HfFamily(
   unread=("num_mtp_layers",),
 )
 
+_DENSE = "dense"
+_SPARSE = "sparse"
+
 
 def _lite_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Read which layers are dense: `mlp_layer_types`, or null for the first."""
   v3_from_hf(hf, keys)
   num_layers = keys["base_num_decoder_layers"]
-  num_dense = 1
   types = hf.get("mlp_layer_types")
-  if types is not None:
-    num_dense = types.count("dense")
-    hf.require(mlp_layer_types=_mlp_layer_types(num_dense, num_layers))
-  hf.require(first_k_dense_replace=num_dense)  # a published key that transformers does not read
-  return {"first_num_dense_layers": num_dense}
+  if types is None:
+    types = [_DENSE] + [_SPARSE] * (num_layers - 1)
+  if len(types) != num_layers or not set(types) <= {_DENSE, _SPARSE}:
+    raise UserError(
+      f"config.json has mlp_layer_types={types}, but maxlite supports only {_DENSE} and {_SPARSE}, "
+      f"for each of num_hidden_layers={num_layers}: choose another checkpoint"
+    )
+  # A published key that transformers does not read.
+  hf.require(first_k_dense_replace=[*types, _SPARSE].index(_SPARSE))
+  return dense_layer_keys([kind == _SPARSE for kind in types])
 
 
 def _lite_to_hf(cfg: ModelConfig) -> JsonObject:
-  num_dense = cfg.moe.first_num_dense_layers
-  types = _mlp_layer_types(num_dense, cfg.base_num_decoder_layers)
+  types = [_SPARSE if has else _DENSE for has in has_experts_of(cfg)]
+  num_dense = types.index(_SPARSE)
   return v3_to_hf(cfg) | {"mlp_layer_types": types, "first_k_dense_replace": num_dense}
-
-
-def _mlp_layer_types(num_dense: int, num_layers: int) -> list[str]:
-  return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
 
 
 GLM4_MOE_LITE = dataclasses.replace(

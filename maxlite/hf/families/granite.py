@@ -1,4 +1,7 @@
-"""Granite 3: layers of Llama or Mixtral, with multipliers at four places."""
+"""Granite 3: layers of Llama or Mixtral, with multipliers at four places.
+
+Those of Mixtral may have a shared expert too.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +10,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.llama import LLAMA
+from maxlite.hf.families.qwen2_moe import num_shared_experts
 from maxlite.hf.family import (
   ATTENTION,
   DENSE_KEYS,
@@ -26,7 +30,14 @@ RULES = (
   ),
   TensorRule("moe/wo", "block_sparse_moe.output_linear.weight", "e f d -> e d f"),
 )
-
+SHARED = (
+  TensorRule(
+    ("moe/shared_experts/wi_0/kernel", "moe/shared_experts/wi_1/kernel"),
+    "shared_mlp.input_linear.weight",
+    "g d f -> (g f) d",
+  ),
+  TensorRule("moe/shared_experts/wo/kernel", "shared_mlp.output_linear.weight", "f d -> d f"),
+)
 MULTIPLIERS = (
   Key("embedding_multiplier", "embedding_multiplier"),
   Key("residual_multiplier", "residual_multiplier"),
@@ -48,9 +59,21 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   return {"query_pre_attn_scalar": scalar}
 
 
+def _shared_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  num_shared = 0
+  if hf["shared_intermediate_size"]:
+    num_shared = num_shared_experts(hf, "shared_intermediate_size", "intermediate_size")
+  return _from_hf(hf, keys) | {"shared_experts": num_shared}
+
+
 def _to_hf(cfg: ModelConfig) -> JsonObject:
   scalar = cfg.query_pre_attn_scalar or cfg.head_dim
   return {"attention_multiplier": float(scalar) ** -0.5}
+
+
+def _shared_to_hf(cfg: ModelConfig) -> JsonObject:
+  width = cfg.moe.shared_experts * cfg.moe.base_moe_mlp_dim
+  return _to_hf(cfg) | {"shared_intermediate_size": width}
 
 
 _DEFAULTS = {
@@ -103,4 +126,13 @@ GRANITEMOE = HfFamily(
   extra_to_hf=_to_hf,
   peft_experts=fused_experts("block_sparse_moe.experts"),
 )
-FAMILIES = (GRANITE, GRANITEMOE)
+GRANITEMOESHARED = dataclasses.replace(
+  GRANITEMOE,
+  model_type="granitemoeshared",
+  architecture="GraniteMoeSharedForCausalLM",
+  block=(*GRANITEMOE.block, *SHARED),
+  defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
+  extra_from_hf=_shared_from_hf,
+  extra_to_hf=_shared_to_hf,
+)
+FAMILIES = (GRANITE, GRANITEMOE, GRANITEMOESHARED)

@@ -1,8 +1,16 @@
-"""Llama 2 and 3, and dense models with its layers: Mistral, Qwen2, Qwen2.5, Qwen3, Seed-OSS."""
+"""Llama 2 and 3, and dense models with its layers: Mistral, Qwen2, 2.5 and 3, Seed-OSS, AFM."""
 
 import dataclasses
 
-from maxlite.hf.family import BLOCK, DENSE_KEYS, SLIDING_WINDOW, HfFamily
+from maxlite.hf.family import (
+  ATTENTION,
+  BLOCK,
+  DENSE_KEYS,
+  NORMS,
+  SLIDING_WINDOW,
+  HfFamily,
+  plain_mlp,
+)
 
 LLAMA = HfFamily(
   "llama",
@@ -110,4 +118,28 @@ SEED_OSS = dataclasses.replace(
   attention_bias=True,
   unread=("residual_dropout",),
 )
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS)
+ARCEE = dataclasses.replace(
+  LLAMA,
+  model_type="arcee",
+  architecture="ArceeForCausalLM",
+  block=(*NORMS, *ATTENTION, *plain_mlp("mlp", "mlp.up_proj", "mlp.down_proj")),
+  defaults={
+    "vocab_size": 32000,
+    "hidden_size": 2560,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "relu2",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+  },
+  activation="",
+  is_gated=False,
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, ARCEE)

@@ -13,7 +13,9 @@ from maxlite.hf.family import (
   SLIDING_WINDOW,
   HfFamily,
   Key,
+  TensorRule,
   experts,
+  fused_experts,
 )
 from maxlite.models.layer_stacks import layer_specs
 from maxlite.storage.json_values import Json, JsonObject
@@ -83,6 +85,13 @@ OLMOE = HfFamily(
   aux_loss_key="router_aux_loss_coef",
 )
 
+# As published with Qwen3-VL, and as transformers holds them, which it prefers where both fit.
+_FUSED_EXPERTS = (
+  TensorRule(("moe/wi_0", "moe/wi_1"), "mlp.experts.gate_up_proj", "g e d f -> e d (g f)"),
+  TensorRule("moe/wo", "mlp.experts.down_proj", "e f d -> e f d"),
+  *fused_experts("mlp.experts"),
+)
+
 
 def layers_with_experts(hf: ConfigJson) -> list[bool]:
   """Return for every layer whether it has experts.
@@ -108,8 +117,24 @@ def layers_with_experts(hf: ConfigJson) -> list[bool]:
 
 def listed_dense_layers(hf: ConfigJson, has_experts: Sequence[bool]) -> JsonObject:
   """Return our keys of dense layers that are listed."""
-  dense = tuple(layer for layer, has in enumerate(has_experts) if not has)
-  return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": dense}
+  return {"base_mlp_dim": hf["intermediate_size"], "mlp_only_layers": _dense(has_experts)}
+
+
+def dense_layer_keys(has_experts: Sequence[bool]) -> JsonObject:
+  """Return our keys of the dense layers: a plan that repeats, or else their list."""
+  plan = moe_plan(has_experts)
+  if plan is None:
+    return {"first_num_dense_layers": 0, "mlp_only_layers": _dense(has_experts)}
+  return {"first_num_dense_layers": plan[0], "interleave_moe_layer_step": plan[1]}
+
+
+def _dense(has_experts: Sequence[bool]) -> tuple[int, ...]:
+  return tuple(layer for layer, has in enumerate(has_experts) if not has)
+
+
+def has_experts_of(cfg: ModelConfig) -> list[bool]:
+  """Return for every layer of the model whether it has experts."""
+  return [layer.feed_forward.has_experts for layer in layer_specs(cfg)]
 
 
 def _dense_layers(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
@@ -153,10 +178,7 @@ def _dense_layers_to_hf(cfg: ModelConfig) -> JsonObject:
     mlp_dim = cfg.moe.base_moe_mlp_dim
   listed = list(range(num_first))
   if cfg.moe.mlp_only_layers or num_first % step:  # the layers that `step` divides are others
-    listed = []
-    for layer, spec in enumerate(layer_specs(cfg)):
-      if not spec.feed_forward.has_experts:
-        listed.append(layer)
+    listed = list(_dense(has_experts_of(cfg)))
     step = 1
   return {
     "intermediate_size": mlp_dim,
@@ -203,5 +225,6 @@ QWEN3_MOE = HfFamily(
   extra_from_hf=_dense_layers,
   extra_to_hf=_dense_layers_to_hf,
   unread=("max_window_layers", "sliding_window"),  # of use_sliding_window
+  alternatives=_FUSED_EXPERTS,
 )
 FAMILIES = (MIXTRAL, OLMOE, QWEN3_MOE)

@@ -11,18 +11,26 @@ from maxlite.hf.family import TensorRule, fused_experts, mlp
 from maxlite.storage.json_values import Json, JsonObject
 
 
-def num_shared_experts(hf: ConfigJson) -> int:
+def num_shared_experts(
+  hf: ConfigJson,
+  shared: str = "shared_expert_intermediate_size",
+  routed: str = "moe_intermediate_size",
+) -> int:
   """Return how many routed experts are as wide as the shared one.
 
+  Args:
+    hf: the config.json.
+    shared: its key of the width of the shared expert.
+    routed: its key of the width of a routed one.
+
   Raises:
-    UserError: the number is not whole.
+    UserError: the number is not whole, or 0.
   """
-  width = hf["shared_expert_intermediate_size"]
-  num_shared, rest = divmod(width, hf["moe_intermediate_size"])
+  num_shared, rest = divmod(hf[shared], hf[routed])
   if rest or num_shared == 0:
     raise UserError(
-      f"config.json has shared_expert_intermediate_size={width}, but maxlite supports only "
-      f"multiples of moe_intermediate_size={hf['moe_intermediate_size']}: choose another checkpoint"
+      f"config.json has {shared}={hf[shared]}, but maxlite supports only multiples of "
+      f"{routed}={hf[routed]}: choose another checkpoint"
     )
   return num_shared
 

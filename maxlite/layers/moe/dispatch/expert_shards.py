@@ -52,9 +52,9 @@ def apply_on_shards(
   """(y_BTD, counts over all shards), computed by `apply_shard` on every shard.
 
   `apply_shard` gets its shard's tokens and the weights of its shard's experts, sharded along the
-  hidden axis only. Its result is summed over that axis.
+  hidden axis only, where that does not shard tokens. Its result is summed over that axis.
   """
-  sharder = experts.sharder
+  sharder = experts.sharder.whole_beside_rows("mlp")
   on_shard: Callable[..., tuple[jax.Array, DispatchCounts]]
   on_shard = functools.partial(_gather_and_apply, apply_shard, sharder)
   if sharder.num_shards("embed_no_exp") > 1:
