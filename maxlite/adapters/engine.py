@@ -130,7 +130,7 @@ class AdapterEngine:
         )
     if cfg.lora.lora_rank:
       params = merge_lora(params, cfg.lora.lora_alpha)
-    params = drop_modules(params)
+    params = drop_modules(params, (*ADAPTER, "draft_head", "mtp"))
     if cfg.logits_via_embedding:  # the adapter of the unembedding must not change the embedding
       table = cast(Any, params["embed"])["embedding"]
       params = params | {"unembed": {"kernel": table.T}}

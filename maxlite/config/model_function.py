@@ -25,7 +25,7 @@ EXECUTION = {
 }  # fmt: skip
 
 # Keys of modules that a run may add to the model that it starts from.
-ADDED_MODULES = {"lora_rank", "lora_experts", "num_draft_heads", "mtp_num_layers"}
+ADDED_MODULES = {"lora_rank", "lora_experts", "num_draft_heads", "mtp_num_layers", "use_indexer"}
 
 
 def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:

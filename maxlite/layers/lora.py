@@ -1,7 +1,7 @@
 """LoRA adapters: linear layers with adapters, and their parameters.
 
-Also the table of all modules that can be added to a trained model: adapters, draft heads, and the
-layers of multi-token prediction.
+Also the table of all modules that can be added to a trained model: adapters, draft heads, layers of
+multi-token prediction, and indexers.
 
 Source: Hu et al., LoRA (2021), section 4.1.
 """
@@ -22,7 +22,7 @@ from maxlite.sharding.pytree import PyTree
 
 ADAPTER = ("lora_a", "lora_b")
 # Modules that can be added to a model that was trained without them, by keys of ADDED_MODULES.
-OPTIONAL_MODULES = (*ADAPTER, "draft_head", "mtp")
+OPTIONAL_MODULES = (*ADAPTER, "draft_head", "mtp", "indexer")
 
 
 class LoraLinear(nn.Module):
@@ -136,7 +136,7 @@ def drop_missing_modules(params: PyTree, saved: Collection[str]) -> PyTree:
 
 def drop_modules(
   params: Mapping[str, PyTree],
-  names: Sequence[str] = OPTIONAL_MODULES,
+  names: Sequence[str],
 ) -> dict[str, PyTree]:
   """`params` without the modules `names`."""
   kept = {}

@@ -2,8 +2,7 @@
 
 INDEXED = ("decoder_block=deepseek", "use_indexer=true", "q_lora_rank=64")
 INDEXER_MISTAKES = {
-  ("indexer_topk=8",): ("use_indexer=false (default)", "indexer_topk=2048"),
-  ("indexer_sparse_training=false",): ("use_indexer=true", "indexer_sparse_training=true"),
+  ("decoder_block=deepseek", "indexer_topk=8"): ("indexer_topk=8", "no effect"),
   ("indexer_loss_scaling_factor=0.5",): ("no indexer", "indexer_loss_scaling_factor=1"),
   ("use_indexer=true",): ("decoder_block=mixtral", "decoder_block=deepseek"),
   ("use_indexer=true", "decoder_block=deepseek"): ("query latent", "q_lora_rank=1536"),

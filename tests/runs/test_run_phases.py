@@ -44,7 +44,7 @@ from maxlite.config.schema import CheckpointConfig, DataConfig
 from maxlite.data.batch import to_global
 from maxlite.data.loader import open_data
 from maxlite.errors import UserError
-from maxlite.layers.lora import drop_modules
+from maxlite.layers.lora import OPTIONAL_MODULES, drop_modules
 from maxlite.metrics.writers import read_rows
 from maxlite.step.train_state import averaged_params
 from maxlite.training.features.phases import phase_plan_of
@@ -261,7 +261,7 @@ def test_adapters_start_from_given_weights(program_of, tmp_path):
   (parts, data_state, _) = checkpoints.restore(adapted.abstract_state)
   assert data_state is None
   state = jax.device_get(adapted.init(0, parts["params"]))
-  trees.assert_equal_leaves(drop_modules(state.params), given)
+  trees.assert_equal_leaves(drop_modules(state.params, OPTIONAL_MODULES), given)
   adapters = {path: leaf for path, leaf in paths(state.params).items() if "lora_" in path}
   assert adapters.keys() == paths(state.ema).keys()
   for path, leaf in adapters.items():

@@ -109,8 +109,7 @@ def indexer(cfg: Config) -> Violations:
   model = cfg.model
   mla = model.mla
   if not mla.use_indexer:
-    keys = [key for key in flatten(mla) if key.startswith("indexer_")]
-    for key in changed_keys(cfg, [*keys, "indexer_loss_scaling_factor"]):
+    for key in changed_keys(cfg, ["indexer_loss_scaling_factor"]):
       yield Violation(
         [key, "use_indexer"],
         f"the model has no indexer; write use_indexer=true, or {key}={show(DEFAULTS[key])}",

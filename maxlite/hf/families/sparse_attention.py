@@ -85,7 +85,7 @@ V32 = dataclasses.replace(
   ),
   ours={**V3.ours, "use_indexer": True, "indexer_rope_interleave": False},
   defaults={
-    **V3.defaults,
+    **{name: value for name, value in V3.defaults.items() if name != "rope_interleave"},
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
