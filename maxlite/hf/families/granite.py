@@ -131,7 +131,7 @@ GRANITEMOESHARED = dataclasses.replace(
   model_type="granitemoeshared",
   architecture="GraniteMoeSharedForCausalLM",
   block=(*GRANITEMOE.block, *SHARED),
-  defaults=GRANITEMOE.defaults | {"shared_intermediate_size": 0},
+  defaults={**GRANITEMOE.defaults, "shared_intermediate_size": 0},
   extra_from_hf=_shared_from_hf,
   extra_to_hf=_shared_to_hf,
 )
