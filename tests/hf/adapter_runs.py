@@ -56,12 +56,14 @@ WITH_EXPERTS = (
   *("qwen3_moe with experts", "mixtral with experts", "deepseek_v3 with experts"),
   # peft adapts one tensor of all experts.
   *("gemma4_text with experts", "gpt_oss with experts", "granitemoe with experts"),
+  *("granitemoeshared with experts", "hunyuan_v1_moe with experts"),
   *("mistral4 with experts", "qwen2_moe with experts", "qwen3_5_moe_text with experts"),
 )
 # Families in which a tensor of Hugging Face holds several projections with adapters.
 SHARED_TENSORS = {
   "glm": "mlp.gate_up_proj holds 2 projections",
   "glm4": "mlp.gate_up_proj holds 2 projections",
+  "granitemoeshared": "shared_mlp.input_linear holds 2 projections",
   "phi3": "self_attn.qkv_proj holds 3 projections",
   "qwen3_next": "self_attn.q_proj holds 2 projections",
   "qwen3_5_text": "self_attn.q_proj holds 2 projections",

@@ -125,7 +125,11 @@ def test_configs_survive_the_round_trip(model_type):
 
 def test_a_config_that_no_family_supports_raises():
   keys = model_keys(FIXTURES / "mixtral")[1]
-  changes = {"shared_experts": 1}, {"router": "topk_softmax"}, {"mlp_activations": ("relu",)}
+  changes = (
+    {"attn_logits_soft_cap": 1.0},
+    {"router": "topk_softmax"},
+    {"mlp_activations": ("relu",)},
+  )
   for change in (*changes, {"mscale": 1.0, "rope_type": "yarn"}):
     with pytest.raises(ValueError, match=next(iter(change))):
       find_family(build(ModelConfig, DEFAULTS | keys | change))

@@ -31,11 +31,9 @@ RULES = (
   TensorRule("moe/wo", "block_sparse_moe.output_linear.weight", "e f d -> e d f"),
 )
 SHARED = (
-  TensorRule(
-    ("moe/shared_experts/wi_0/kernel", "moe/shared_experts/wi_1/kernel"),
-    "shared_mlp.input_linear.weight",
-    "g d f -> (g f) d",
-  ),
+  # Parameters of one tensor are concatenated along its rows.
+  TensorRule("moe/shared_experts/wi_0/kernel", "shared_mlp.input_linear.weight", "d f -> f d"),
+  TensorRule("moe/shared_experts/wi_1/kernel", "shared_mlp.input_linear.weight", "d f -> f d"),
   TensorRule("moe/shared_experts/wo/kernel", "shared_mlp.output_linear.weight", "f d -> d f"),
 )
 MULTIPLIERS = (
