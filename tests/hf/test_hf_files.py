@@ -5,13 +5,17 @@ import shutil
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file, save_file
+from support.slow_cases import slow
 
 import maxlite
+from maxlite.errors import UserError
+from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_config import model_keys
 from maxlite.hf.hf_folder import DTYPES, FolderWriter, read_header, read_tensors
 
@@ -155,6 +159,27 @@ def test_weights_without_an_output_projection_have_no_prefix(tmp_path, model_typ
   assert values(folder).keys() == tensors.keys()
   for name, array in values(folder).items():
     np.testing.assert_array_equal(array, tensors[name])
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", slow("gpt_neox")])
+def test_published_names_without_a_prefix_and_masks_are_read(tmp_path, model_type):
+  """As in the published files of GPT-2, which have masks, and so have those of Pythia."""
+  folder = shutil.copytree(FIXTURES / model_type, tmp_path / "model")
+  _, expected = maxlite.load(folder)
+  tensors = load_file(folder / "model.safetensors")
+  prefix = FAMILIES[model_type].base_prefix
+  base = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+  layer = FAMILIES[model_type].layer_prefix.format(layer=0).removeprefix(prefix)
+  module = "attn" if model_type == "gpt2" else "attention"
+  base[f"{layer}{module}.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
+  base[f"{layer}{module}.masked_bias"] = np.array(-1e4, np.float32)
+  save_file(base, folder / "model.safetensors")
+  _, params = maxlite.load(folder)
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+  extra = base | {f"{layer}{module}.other": np.ones(2, np.float32)}
+  save_file(extra, folder / "model.safetensors")
+  with pytest.raises(UserError, match="has 1 tensors that model_type"):
+    maxlite.load(folder)
 
 
 def packed(header, num_bytes=8, length=None):

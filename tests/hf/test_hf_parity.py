@@ -45,6 +45,7 @@ LIVE = ("qwen3", "mixtral", "deepseek_v2_lite")
 # Models with keys that no fixture has.
 VARIANTS = (
   *("exaone4_global", "gemma4_dense", "glm4_moe_air", "qwen3_moe_dense", "olmoe_clipped"),
+  *("falcon_alibi", "falcon_grouped", "falcon_own_norms", "gpt_neox_sequential"),
   *("mixtral_window", "qwen2_moe_listed", "qwen3_moe_listed", "qwen3_next_listed"),
   *("ernie4_5_moe_every_second", "glm4_moe_lite_listed"),
   *("phi3_longrope", "llama_dynamic", "llama_two_mscales", "deepseek_v2_two_mscales"),

@@ -19,7 +19,7 @@ from maxlite.hf.hf_rope import dict_of, read_rope, rope_to_hf
 from maxlite.storage.json_values import Json, JsonObject
 
 # Buffers of older files: the causal mask and the score of hidden positions.
-MASKS = (r".*\.attn(\.|ention\.)(masked_)?bias", r".*\.attention\.rotary_emb\.inv_freq")
+MASKS = (r".*\.(attn|attention)\.(masked_)?bias", r".*\.attention\.rotary_emb\.inv_freq")
 
 _PROJECTIONS = ("attention/query", "attention/key", "attention/value")
 _KERNELS = tuple(f"{path}/kernel" for path in _PROJECTIONS)
