@@ -153,6 +153,21 @@ class GatedDeltaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class MambaSpec(MixerSpec):
+  """A state-space layer (Mamba-2); its sizes are cfg.mamba."""
+
+  module: ClassVar[str] = "maxlite.layers.mamba:Mamba"
+  name: ClassVar[str] = "mamba"
+  is_recurrent: ClassVar[bool] = True
+
+  state_size: int
+
+  def macs_per_token(self, row_length: int) -> float:
+    """As a recurrence: what is added to the state, and a query."""
+    return 2 * self.state_size
+
+
+@dataclasses.dataclass(frozen=True)
 class FeedForwardSpec:
   """What every feed-forward states."""
 

@@ -12,6 +12,7 @@ from maxlite.config.layer_specs import (
   LatentAttentionSpec,
   LayerSpec,
   LayerStack,
+  MambaSpec,
   MixerSpec,
   MlpSpec,
   MoeBesideMlpSpec,
@@ -92,6 +93,26 @@ def gated_delta(cfg: ModelConfig) -> Stacks:
   return (_repeat("layers", unit, names, times),)
 
 
+def listed_attention(cfg: ModelConfig) -> Stacks:
+  """Attention in the layers that are listed, state-space layers otherwise; a stack for each run."""
+  mamba = cfg.mamba
+  num_channels = mamba.mamba_num_heads * mamba.mamba_head_dim
+  recurrent = MambaSpec(num_channels * mamba.mamba_state_dim)
+  layers = []
+  for number in range(cfg.base_num_decoder_layers):
+    mixer: MixerSpec = recurrent
+    if number in cfg.attention_layers:
+      mixer = _attention(cfg, is_local=True)
+    layers.append(LayerSpec(mixer, _feed_forward(cfg, has_experts=cfg.family.is_moe)))
+  stacks: list[LayerStack] = []
+  first = 0
+  for _, run in itertools.groupby(layers):
+    in_run = tuple(run)
+    stacks.append(LayerStack(f"layers_from_{first}", in_run))
+    first += len(in_run)
+  return tuple(stacks)
+
+
 def cycles(cfg: ModelConfig) -> Stacks:
   """Cycles of local layers and a global one, whose heads may have other sizes.
 
@@ -126,6 +147,7 @@ LAYOUTS: dict[str, Callable[[ModelConfig], Stacks]] = {
   "uniform": uniform,
   "latent": latent,
   "gated_delta": gated_delta,
+  "listed_attention": listed_attention,
   "cycles": cycles,
 }
 

@@ -7,7 +7,8 @@ decides which mixer and which feed-forward each layer has, and the forms are wha
 import dataclasses
 from typing import Literal
 
-Section = Literal["mla", "gdn", "cycle"]  # sections of ModelConfig that only some layouts read
+# Sections of ModelConfig that only some layouts read.
+Section = Literal["mla", "gdn", "mamba", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,8 @@ MODELS: dict[str, ModelFamily] = {
   "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
   # Qwen3.5 (2026), dense.
   "qwen3_5": dataclasses.replace(_QWEN3_NEXT, moe=None),
+  # The configuration and code published with Bamba-9B (2024): state-space layers and attention.
+  "bamba": ModelFamily(layout="listed_attention", sections=("mamba",)),
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.

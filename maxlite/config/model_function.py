@@ -16,7 +16,7 @@ EXECUTION = {
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
   "ragged_buffer_factor", "ragged_overflow", "megablox", "grouped_matmul", "lora_alpha",
-  "gdn_chunk_size", "rope_long_context",
+  "gdn_chunk_size", "mamba_chunk_size", "rope_long_context",
   *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip
@@ -79,6 +79,8 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
     unused |= set(flatten(cfg.mla))
   if not family.reads("gdn"):
     unused |= set(flatten(cfg.gdn))
+  if not family.reads("mamba"):
+    unused |= {*flatten(cfg.mamba), "attention_layers"}
   if not family.reads("cycle"):
     unused |= set(flatten(cfg.cycle))
   if not family.reads("gdn") and not family.reads("cycle"):

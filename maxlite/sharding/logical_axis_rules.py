@@ -30,6 +30,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": ("tensor",),
   "kv": (),
   "taps": (),
+  "state_groups": (),
   "latent": (),
   "q_lora": ("fsdp", "context", "expert"),
   "kv_lora": ("fsdp", "context", "expert"),

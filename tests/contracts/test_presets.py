@@ -10,6 +10,7 @@ from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 
 # Total and active parameters.
 PUBLISHED = {
+  "bamba-9b": (9_780_235_392, 9_780_235_392),
   "deepseek2-16b": (15_706_484_224, 2_661_150_208),
   "deepseek2-236b": (235_741_434_880, 21_375_800_320),
   "deepseek3-671b": (671_026_419_200, 37_552_297_472),

@@ -37,6 +37,11 @@ TINY = {
   "gdn_key_head_dim": 4,
   "gdn_value_head_dim": 6,
   "gdn_chunk_size": 4,
+  "mamba_num_heads": 4,
+  "mamba_head_dim": 4,
+  "mamba_num_groups": 2,
+  "mamba_state_dim": 6,
+  "mamba_chunk_size": 4,
 }
 # Changes to TINY per family.
 FAMILY_KEYS = {
@@ -102,6 +107,11 @@ FAMILY_KEYS = {
     "partial_rotary_factor": 0.5,
   },
   "qwen2_moe": {"shared_experts": 2},
+  "bamba": {
+    "base_num_decoder_layers": 3,
+    "attention_layers": (1,),
+    "partial_rotary_factor": 0.5,
+  },
   "qwen3_5": {"partial_rotary_factor": 0.5},
   "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
   "deepseek": {

@@ -60,6 +60,7 @@ WITH_EXPERTS = (
 )
 # Families in which a tensor of Hugging Face holds several projections with adapters.
 SHARED_TENSORS = {
+  "bamba": "mamba.in_proj holds 5 projections",
   "glm": "mlp.gate_up_proj holds 2 projections",
   "glm4": "mlp.gate_up_proj holds 2 projections",
   "phi3": "self_attn.qkv_proj holds 3 projections",

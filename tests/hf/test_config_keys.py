@@ -124,6 +124,11 @@ MEANINGS = [
   # transformers scales the scores of DeepSeek alone by mscale_all_dim.
   ("llama", "", {"rope_scaling": TWO_MSCALES}, {"mscale": 0.0}),
   ("deepseek_v3", "", {"rope_scaling": TWO_MSCALES}, {"mscale": 0.4}),
+  ("bamba", "attn_layer_indices", {}, {"attention_layers": ()}),
+  ("bamba", "", {"attn_layer_indices": [3, 1, 1, 9]}, {"attention_layers": (1, 3)}),
+  ("bamba", "mamba_d_head", {}, {"mamba_head_dim": 4}),
+  ("bamba", "rope_parameters", {}, {"partial_rotary_factor": 0.5}),
+  ("bamba", "time_step_limit", {}, {"mamba_num_groups": 2}),
   (
     "mistral",
     "",
@@ -186,6 +191,10 @@ REFUSED = [
   ("granite", {"attention_multiplier": -0.25}, "attention_multiplier=-0.25"),
   ("ernie4_5", {"use_bias": True}, "use_bias=True"),
   ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),
+  ("bamba", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit=\[0.0, 0.1\]"),
+  ("bamba", {"mamba_d_head": 8}, "mamba_d_head=8 and mamba_n_heads=8"),
+  ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
+  ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias=True"),
   ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
   ("mistral4", {"n_group": 2}, "n_group=2"),
   ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "of type 'default'"),

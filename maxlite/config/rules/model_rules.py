@@ -125,6 +125,31 @@ def gated_delta(cfg: Config) -> Violations:
     )
 
 
+def state_space(cfg: Config) -> Violations:
+  """The rules on models with state-space layers."""
+  model = cfg.model
+  if not model.family.reads("mamba"):
+    return
+  num_layers = model.base_num_decoder_layers
+  if list(model.attention_layers) != sorted({*model.attention_layers} & {*range(num_layers)}):
+    yield Violation(
+      ["attention_layers", "base_num_decoder_layers"],
+      f"must be different numbers from 0 to {num_layers - 1}, in order",
+    )
+  mamba = model.mamba
+  if mamba.mamba_num_heads % mamba.mamba_num_groups:
+    divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
+    yield Violation(
+      ["mamba_num_heads", "mamba_num_groups"],
+      f"heads must be a multiple of groups; write mamba_num_groups={divisor}",
+    )
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
+    )
+
+
 def _layers_per_unit(cfg: Config) -> Violations:
   """The rules on families whose layers repeat in units of several."""
   model = cfg.model
@@ -287,4 +312,14 @@ def memory(cfg: Config) -> Violations:
     )
 
 
-MODEL_RULES = (attention, gated_delta, layer_cycles, rope, rope_length, longrope, mlp, memory)
+MODEL_RULES = (
+  attention,
+  gated_delta,
+  state_space,
+  layer_cycles,
+  rope,
+  rope_length,
+  longrope,
+  mlp,
+  memory,
+)

@@ -41,6 +41,24 @@ class GatedDeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MambaConfig:
+  """State-space layers (Mamba-2); read if the model family has them."""
+
+  mamba_num_heads: int = model_field(64, "Heads of a Mamba-2 layer, each with a state.", low=1)
+  mamba_head_dim: int = model_field(64, "Channels of values per head.", low=1)
+  mamba_num_groups: int = model_field(
+    1, "Groups of heads that share queries and keys (C and B of the paper).", low=1
+  )
+  mamba_state_dim: int = model_field(128, "Channels of queries and keys.", low=1)
+  mamba_conv_kernel_dim: int = model_field(
+    4, "Positions that the convolution of queries, keys and values covers.", low=1
+  )
+  mamba_chunk_size: int = field(
+    128, "Positions per chunk, within which the recurrence is matrix products.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class CycleConfig:
   """Layers in cycles of local layers and a global one; read if the model family has them."""
 
@@ -170,6 +188,12 @@ class ModelConfig:
     "and the others locally.",
     low=1,
   )
+  attention_layers: tuple[int, ...] = model_field(
+    (),
+    "Numbers, from 0, of the layers that attend in families in which the others are state-space "
+    "layers (bamba).",
+    low=0,
+  )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
   head_dim: int = model_field(32, "Channels per attention head.", low=2)
@@ -259,6 +283,7 @@ class ModelConfig:
   rope: RopeConfig = RopeConfig()
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
+  mamba: MambaConfig = MambaConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
 

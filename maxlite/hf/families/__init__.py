@@ -7,6 +7,7 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  bamba,
   deepseek,
   dots,
   ernie,
@@ -50,5 +51,6 @@ for _file in (
   qwen_next,
   qwen2_moe,
   exaone,
+  bamba,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
