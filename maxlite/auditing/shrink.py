@@ -163,7 +163,7 @@ def _layers(model: ModelConfig, interval: int, num_shared: int) -> tuple[int, Mo
   at_least = min(2, model.base_num_decoder_layers)
   if family.global_layer_every:
     at_least = min(family.global_layer_every, model.base_num_decoder_layers)
-  if family.reads("mamba"):  # two alike are a scan
+  if family.layout == "listed_attention":  # two alike are a scan
     at_least = min(3, model.base_num_decoder_layers)
   if family.layout in ("gated_delta", "cycles"):
     if moe.mlp_only_layers:

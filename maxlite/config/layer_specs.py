@@ -168,6 +168,18 @@ class MambaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+  """A gated convolution over few positions; its size is cfg.short_conv."""
+
+  module: ClassVar[str] = "maxlite.layers.short_conv:ShortConv"
+  name: ClassVar[str] = "short_conv"
+  is_recurrent: ClassVar[bool] = True
+
+  def macs_per_token(self, row_length: int) -> float:
+    return 0  # elementwise operations are not counted
+
+
+@dataclasses.dataclass(frozen=True)
 class FeedForwardSpec:
   """What every feed-forward states."""
 

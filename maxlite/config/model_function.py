@@ -75,14 +75,27 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
     unused |= {"n_routing_groups", "topk_routing_group"}
   if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
-  else:
+  if not family.global_rope and not family.global_layer_every:  # no layer rotates
+    unused |= set(flatten(cfg.rope))
+  if not family.reads("gdn") and not family.reads("cycle"):
+    unused |= {"inhomogeneous_layer_cycle_interval"}
+  return unused | _keys_of_other_layouts(cfg)
+
+
+def _keys_of_other_layouts(cfg: ModelConfig) -> set[str]:
+  """The keys of sections that only some layouts read, and not the family's."""
+  family = cfg.family
+  unused: set[str] = set()
+  if not family.reads("mla"):
     unused |= set(flatten(cfg.mla))
   if not family.reads("gdn"):
     unused |= set(flatten(cfg.gdn))
   if not family.reads("mamba"):
-    unused |= {*flatten(cfg.mamba), "attention_layers"}
+    unused |= set(flatten(cfg.mamba))
+  if not family.reads("short_conv"):
+    unused |= set(flatten(cfg.short_conv))
+  if not family.reads("mamba") and not family.reads("short_conv"):
+    unused |= {"attention_layers"}
   if not family.reads("cycle"):
     unused |= set(flatten(cfg.cycle))
-  if not family.reads("gdn") and not family.reads("cycle"):
-    unused |= {"inhomogeneous_layer_cycle_interval"}
   return unused

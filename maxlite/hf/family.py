@@ -126,7 +126,7 @@ OUTER = (
   TensorRule("unembed/kernel", "lm_head.weight", "d v -> v d"),
 )
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-DECODER_KEYS = (
+DECODER_KEYS: Sequence[Key] = (
   Key("vocab_size", "vocab_size"),
   Key("base_emb_dim", "hidden_size"),
   Key("base_num_decoder_layers", "num_hidden_layers"),
@@ -193,7 +193,8 @@ class HfFamily:
   architecture: str  # the entry of config.json's `architectures`
   decoder_block: str  # the key of its entry in MODELS
   block: Sequence[TensorRule]  # the rules of a layer
-  keys: Sequence[Key] = ()  # in addition to DECODER_KEYS
+  keys: Sequence[Key] = ()  # in addition to `decoder_keys`
+  decoder_keys: Sequence[Key] = DECODER_KEYS
   # The values of our keys that all models of the family share.
   ours: Mapping[str, Json] = dataclasses.field(default_factory=dict)
   # Values of missing keys: those of the config class in transformers, and its `rope_theta`.
@@ -259,7 +260,7 @@ class HfFamily:
       hf.require(sliding_window=None)
     if self.checks_layer_types:
       self._require_layer_types(hf)
-    keys = read_keys(DECODER_KEYS, hf) | {
+    keys = read_keys(self.decoder_keys, hf) | {
       "base_num_kv_heads": _num_kv_heads(hf),
       "head_dim": _head_dim(hf),
       "mlp_activations": (ACTIVATIONS[self.activation], "linear"),
@@ -285,7 +286,7 @@ class HfFamily:
     """Return {our key: the key with its value} for a config.json with the keys `values`."""
     names = {"rope_max_timescale": "rope_theta"}
     names |= {ours: theirs for ours, theirs in OTHER_NAMES if theirs in values}
-    for key in (*DECODER_KEYS, *self.keys, *itertools.chain(*ROPE_KEYS.values())):
+    for key in (*self.decoder_keys, *self.keys, *itertools.chain(*ROPE_KEYS.values())):
       names[key.ours] = key.theirs
       if key.alias in values:
         names[key.ours] = key.alias
@@ -293,7 +294,7 @@ class HfFamily:
 
   def config_to_hf(self, cfg: ModelConfig) -> JsonObject:
     """Return the content of a config.json; the inverse of `config_from_hf`."""
-    hf = write_keys((*DECODER_KEYS, *self.keys), flatten(cfg))
+    hf = write_keys((*self.decoder_keys, *self.keys), flatten(cfg))
     hf |= {
       "num_key_value_heads": cfg.base_num_kv_heads,
       "head_dim": cfg.head_dim,

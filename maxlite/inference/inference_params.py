@@ -80,7 +80,8 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
     num_axes = leaf.ndim
     if cfg.scan_layers and names[0] in stacks:
       num_axes -= 1
-    if num_axes <= 1 or "bias" in names[-1] or "router" in names:
+    is_vector = num_axes <= 1 or names[-1] == "scale"  # of a norm over several axes
+    if is_vector or "bias" in names[-1] or "router" in names:
       return leaf
     return leaf.astype(dtype)
 

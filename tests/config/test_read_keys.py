@@ -25,7 +25,7 @@ OF_OTHER_MODELS = {
   "gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim",
   "gdn_conv_kernel_dim", "gdn_chunk_size",
   "attention_layers", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
-  "mamba_conv_kernel_dim", "mamba_chunk_size",
+  "mamba_conv_kernel_dim", "mamba_chunk_size", "short_conv_kernel_dim",
   "beta_fast", "mscale", "rope_truncate", "rope_attention_factor", "rope_short_factor",
   "rope_long_factor", "rope_long_context",
 }  # fmt: skip

@@ -112,6 +112,20 @@ FAMILY_KEYS = {
     "attention_layers": (1,),
     "partial_rotary_factor": 0.5,
   },
+  "granite_hybrid": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
+  "granite_moe_hybrid": {
+    "base_num_decoder_layers": 3,
+    "attention_layers": (0,),
+    "shared_experts": 1,
+    "residual_multiplier": 0.5,
+  },
+  "lfm2": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
+  "lfm2_moe": {
+    "base_num_decoder_layers": 4,
+    "attention_layers": (1,),
+    "first_num_dense_layers": 1,
+    "router": "sigmoid_group_topk",
+  },
   "qwen3_5": {"partial_rotary_factor": 0.5},
   "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
   "deepseek": {

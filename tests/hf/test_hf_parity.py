@@ -46,6 +46,7 @@ LIVE = ("qwen3", "mixtral", "deepseek_v2_lite")
 VARIANTS = (
   *("exaone4_global", "gemma4_dense", "glm4_moe_air", "qwen3_moe_dense", "olmoe_clipped"),
   *("mixtral_window", "qwen2_moe_listed", "qwen3_moe_listed", "qwen3_next_listed"),
+  *("granitemoehybrid_dense", "granitemoehybrid_rope"),
   *("phi3_longrope", "llama_dynamic", "llama_two_mscales", "deepseek_v2_two_mscales"),
 )
 

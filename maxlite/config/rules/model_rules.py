@@ -125,10 +125,10 @@ def gated_delta(cfg: Config) -> Violations:
     )
 
 
-def state_space(cfg: Config) -> Violations:
-  """The rules on models with state-space layers."""
+def listed_attention(cfg: Config) -> Violations:
+  """The rules on models with attention in listed layers, and a recurrence in the others."""
   model = cfg.model
-  if not model.family.reads("mamba"):
+  if model.family.layout != "listed_attention":
     return
   num_layers = model.base_num_decoder_layers
   if list(model.attention_layers) != sorted({*model.attention_layers} & {*range(num_layers)}):
@@ -137,7 +137,7 @@ def state_space(cfg: Config) -> Violations:
       f"must be different numbers from 0 to {num_layers - 1}, in order",
     )
   mamba = model.mamba
-  if mamba.mamba_num_heads % mamba.mamba_num_groups:
+  if model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
     divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
     yield Violation(
       ["mamba_num_heads", "mamba_num_groups"],
@@ -148,6 +148,14 @@ def state_space(cfg: Config) -> Violations:
       [key, "decoder_block"],
       f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
     )
+  if model.family.is_moe:
+    keys = ["interleave_moe_layer_step", "mlp_only_layers"]
+    for key in changed_keys(cfg, keys):
+      yield Violation(
+        [key, "decoder_block"],
+        "the dense layers of this family are the first_num_dense_layers; write "
+        f"{key}={show(DEFAULTS[key])}",
+      )
 
 
 def _layers_per_unit(cfg: Config) -> Violations:
@@ -315,7 +323,7 @@ def memory(cfg: Config) -> Violations:
 MODEL_RULES = (
   attention,
   gated_delta,
-  state_space,
+  listed_attention,
   layer_cycles,
   rope,
   rope_length,

@@ -59,6 +59,15 @@ class MambaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ShortConvConfig:
+  """Layers with a short convolution instead of attention; read if the model family has them."""
+
+  short_conv_kernel_dim: int = model_field(
+    3, "Positions that the convolution of a layer without attention covers.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class CycleConfig:
   """Layers in cycles of local layers and a global one; read if the model family has them."""
 
@@ -191,7 +200,7 @@ class ModelConfig:
   attention_layers: tuple[int, ...] = model_field(
     (),
     "Numbers, from 0, of the layers that attend in families in which the others are state-space "
-    "layers (bamba).",
+    "layers (bamba, granite_hybrid, granite_moe_hybrid) or short convolutions (lfm2, lfm2_moe).",
     low=0,
   )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
@@ -284,6 +293,7 @@ class ModelConfig:
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
   mamba: MambaConfig = MambaConfig()
+  short_conv: ShortConvConfig = ShortConvConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
 

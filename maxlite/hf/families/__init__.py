@@ -17,6 +17,8 @@ from maxlite.hf.families import (
   glm,
   gpt_oss,
   granite,
+  granite_hybrid,
+  lfm2,
   llama,
   minimax,
   mistral4,
@@ -52,5 +54,7 @@ for _file in (
   qwen2_moe,
   exaone,
   bamba,
+  granite_hybrid,
+  lfm2,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
