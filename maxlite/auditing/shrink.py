@@ -14,6 +14,7 @@ from maxlite.config.schema import (
   GatedDeltaConfig,
   LatentAttentionConfig,
   LocalUpdatesConfig,
+  MambaConfig,
   ModelConfig,
   MoeConfig,
   OptimizerConfig,
@@ -132,6 +133,8 @@ def shrink_model(model: ModelConfig) -> ModelConfig:
     rope=_rope(model, head_dim),
     mla=_latent(model.mla),
     gdn=_gated_delta(model.gdn),
+    mamba=_mamba(model.mamba),
+    attention_layers=_attending(model, num_layers),
     cycle=cycle,
     moe=moe,
   )
@@ -161,6 +164,8 @@ def _layers(model: ModelConfig, interval: int, num_shared: int) -> tuple[int, Mo
   at_least = min(2, model.base_num_decoder_layers)
   if family.global_layer_every:
     at_least = min(family.global_layer_every, model.base_num_decoder_layers)
+  if family.layout == "listed_attention":  # two alike are a scan
+    at_least = min(3, model.base_num_decoder_layers)
   if family.layout in ("gated_delta", "cycles"):
     if moe.mlp_only_layers:
       moe = dataclasses.replace(moe, mlp_only_layers=(0,))
@@ -249,6 +254,26 @@ def _gated_delta(gdn: GatedDeltaConfig) -> GatedDeltaConfig:
     gdn_value_head_dim=6,
     gdn_chunk_size=4,
   )
+
+
+def _mamba(mamba: MambaConfig) -> MambaConfig:
+  num_groups = _small(mamba.mamba_num_groups, 2)
+  ratio = max(min(mamba.mamba_num_heads // mamba.mamba_num_groups, 4), 1)
+  return dataclasses.replace(
+    mamba,
+    mamba_num_heads=num_groups * ratio,
+    mamba_head_dim=4,
+    mamba_num_groups=num_groups,
+    mamba_state_dim=6,
+    mamba_chunk_size=4,
+  )
+
+
+def _attending(model: ModelConfig, num_layers: int) -> tuple[int, ...]:
+  """The layers of `num_layers` that attend: one, unless all or none of the model do."""
+  if len(model.attention_layers) in (0, model.base_num_decoder_layers):
+    return tuple(range(num_layers))[: len(model.attention_layers)]
+  return (num_layers - 1,)
 
 
 def _cycle(cycle: CycleConfig, interval: int, head_dim: int) -> CycleConfig:

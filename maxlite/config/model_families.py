@@ -8,7 +8,8 @@ sets.
 import dataclasses
 from typing import Literal
 
-Section = Literal["mla", "gdn", "cycle"]  # sections of ModelConfig that only some layouts read
+# Sections of ModelConfig that only some layouts read.
+Section = Literal["mla", "gdn", "mamba", "short_conv", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ _QWEN3_NEXT = ModelFamily(
   sections=("gdn",),
   zero_centred_norms=True,
 )
+_GRANITE_HYBRID = ModelFamily(layout="listed_attention", sections=("mamba",), global_rope=False)
+_LFM2 = ModelFamily(_HEAD_NORM, layout="listed_attention", sections=("short_conv",))
 _GEMMA4 = ModelFamily(
   AttentionForm(qk_norm="head", value_norm=True),
   layout="cycles",
@@ -130,6 +133,12 @@ MODELS: dict[str, ModelFamily] = {
   "gemma": ModelFamily(zero_centred_norms=True, scaled_embedding=True),
   # Qwen3.5 (2026), dense.
   "qwen3_5": dataclasses.replace(_QWEN3_NEXT, moe=None),
+  # The configuration and code published with Bamba-9B (2024): state-space layers and attention.
+  "bamba": ModelFamily(layout="listed_attention", sections=("mamba",)),
+  # The configuration and code published with Granite 4.0 H (2025), dense.
+  "granite_hybrid": _GRANITE_HYBRID,
+  # LFM2 Technical Report (2025), section 2: short convolutions and attention.
+  "lfm2": _LFM2,
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
   "gemma2": _GEMMA2,
   # Gemma 3 Technical Report (2025), section 2.
@@ -170,6 +179,10 @@ MODELS: dict[str, ModelFamily] = {
   # Qwen3-Next (2025), and Qwen3.5 (2026).
   "qwen3_next": _QWEN3_NEXT,
   "qwen3_5_moe": _QWEN3_NEXT,
+  # Granite 4.0 H Tiny and Small (2025).
+  "granite_moe_hybrid": dataclasses.replace(_GRANITE_HYBRID, moe=MoeForm()),
+  # LFM2-8B-A1B and LFM2-24B-A2B.
+  "lfm2_moe": dataclasses.replace(_LFM2, moe=MoeForm()),
   # Gemma 4 26B-A4B (2026).
   "gemma4_moe": dataclasses.replace(_GEMMA4, moe=MoeForm(scaled_router=True, beside_mlp=True)),
   # Muennighoff et al., OLMoE (2024), section 2 and appendix B; also MiniMax-M2.

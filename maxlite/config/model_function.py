@@ -19,7 +19,7 @@ EXECUTION = {
   "router_jitter", "load_balance_loss_weight", "load_balance_loss_scope",
   "router_z_loss_weight", "sparse_matmul", "capacity_factor", "use_ring_of_experts",
   "ragged_buffer_factor", "ragged_overflow", "megablox", "grouped_matmul", "lora_alpha",
-  "gdn_chunk_size", "rope_long_context",
+  "gdn_chunk_size", "mamba_chunk_size", "rope_long_context",
   *flatten(TilesConfig()),
   *flatten(ParametrizationConfig()),
 }  # fmt: skip
@@ -67,16 +67,7 @@ def sealed_keys(cfg: ModelConfig) -> dict[str, Json]:
 def unused_keys(cfg: ModelConfig) -> set[str]:
   """The keys of layers that the family does not have."""
   family = cfg.family
-  unused = set()
-  if not family.is_moe:
-    unused |= set(flatten(cfg.moe))
-  elif not cfg.has_dense_mlp:
-    unused |= {"base_mlp_dim"}
-  if not cfg.moe.mlp_only_layers:
-    unused |= {"mlp_only_layers"}
-  if cfg.moe.router not in GROUP_ROUTERS:
-    unused |= {"n_routing_groups", "topk_routing_group"}
-  unused |= _unused_positions(cfg)
+  unused = _unused_by_experts(cfg) | _unused_positions(cfg)
   if family.reads("mla"):
     unused |= {"base_num_kv_heads", "head_dim"}
     if not cfg.mla.use_indexer:
@@ -86,14 +77,32 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
       unused |= set(flatten(getattr(cfg, section)))
   if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
+  if not family.reads("mamba") and not family.reads("short_conv"):
+    unused |= {"attention_layers"}
+  return unused
+
+
+def _unused_by_experts(cfg: ModelConfig) -> set[str]:
+  """The keys of other experts and routers, and of dense layers next to them, than the config's."""
+  unused: set[str] = set()
+  if not cfg.family.is_moe:
+    unused |= set(flatten(cfg.moe))
+  elif not cfg.has_dense_mlp:
+    unused |= {"base_mlp_dim"}
+  if not cfg.moe.mlp_only_layers:
+    unused |= {"mlp_only_layers"}
+  if cfg.moe.router not in GROUP_ROUTERS:
+    unused |= {"n_routing_groups", "topk_routing_group"}
   return unused
 
 
 def _unused_positions(cfg: ModelConfig) -> set[str]:
   """The keys of other kinds of positions than the family's."""
-  unused = set()
-  if cfg.family.positions != "rope":
+  family = cfg.family
+  unused: set[str] = set()
+  no_layer_rotates = not family.global_rope and not family.global_layer_every
+  if family.positions != "rope" or no_layer_rotates:
     unused |= set(flatten(cfg.rope))
-  if cfg.family.positions != "learned":
+  if family.positions != "learned":
     unused |= {"trainable_position_size"}
   return unused

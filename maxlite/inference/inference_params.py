@@ -86,7 +86,8 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
     num_axes = leaf.ndim
     if cfg.scan_layers and names[0] in stacks:
       num_axes -= 1
-    if num_axes <= 1 or "bias" in names[-1] or {"router", "indexer"} & set(names):
+    is_vector = num_axes <= 1 or names[-1] == "scale"  # of a norm over several axes
+    if is_vector or "bias" in names[-1] or {"router", "indexer"} & set(names):
       return leaf
     return leaf.astype(dtype)
 

@@ -1,9 +1,31 @@
 """A causal convolution along positions, per channel, within documents."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from maxlite.kernels.numerics import accumulator_dtype
+
+
+def init_taps(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  """Draws the taps of channels, the first axis of `shape`, uniformly around 0."""
+  num_taps, *_ = shape
+  init = jax.nn.initializers.uniform(2 / math.sqrt(num_taps))
+  return init(key, shape, dtype) - jnp.asarray(1 / math.sqrt(num_taps), dtype)
+
+
+def document_starts(segment_BT: jax.Array, *, continues: bool) -> jax.Array:
+  """Returns is_start_BT, whether each position is the first of a document.
+
+  Args:
+    segment_BT: number of the document of each position, 0 for padding.
+    continues: whether the positions continue the documents of their rows, in generation.
+  """
+  if continues:
+    return jnp.zeros(segment_BT.shape, bool)
+  before_BT = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)))
+  return (segment_BT != before_BT) & (segment_BT > 0)
 
 
 def causal_conv(

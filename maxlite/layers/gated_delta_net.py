@@ -1,7 +1,5 @@
 """The gated delta net: a mixer of positions whose memory is a matrix per head."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -11,6 +9,7 @@ from maxlite.config.schema import ModelConfig
 from maxlite.kernels.gated_delta import reference
 from maxlite.kernels.numerics import accumulator_dtype
 from maxlite.layers import cache
+from maxlite.layers.causal_conv import document_starts, init_taps
 from maxlite.layers.delta_operands import (
   ConvTaps,
   DeltaCarry,
@@ -114,15 +113,8 @@ class GatedDeltaNet(nn.Module):
       v_BTHU=self._project(x_BTD, "value", values),
       log_decay_BTH=jnp.where(is_real_BT1, log_decay_BTH, 0),
       beta_BTH=jnp.where(is_real_BT1, jax.nn.sigmoid(strength_BTH.astype(dtype)), 0),
-      is_start_BT=self._is_start(segment_BT),
+      is_start_BT=document_starts(segment_BT, continues=cache.is_filled(self)),
     )
-
-  def _is_start(self, segment_BT: jax.Array) -> jax.Array:
-    """Returns whether each position is the first of a document."""
-    if cache.is_filled(self):  # positions that continue their row's document
-      return jnp.zeros(segment_BT.shape, bool)
-    before_BT = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)))
-    return (segment_BT != before_BT) & (segment_BT > 0)
 
   def _project(self, x_BTD: jax.Array, name: str, features: tuple[int, ...]) -> jax.Array:
     """Returns y_BTH or y_BTHC; queries and keys have key heads."""
@@ -147,15 +139,10 @@ class GatedDeltaNet(nn.Module):
     )
 
   def _conv(self, name: str, heads: str, features: tuple[int, int]) -> jax.Array:
-    num_taps = self.cfg.gdn.gdn_conv_kernel_dim
-    init = nn.initializers.uniform(2 / math.sqrt(num_taps))
-
-    def centred(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-      return init(key, shape, dtype) - jnp.asarray(1 / math.sqrt(num_taps), dtype)
-
-    taps = partitioned(centred, ("taps", heads, "kv"))
+    taps = partitioned(init_taps, ("taps", heads, "kv"))
     dtype = jnp.dtype(self.cfg.weight_dtype)
-    return self.param(f"{name}_conv", taps, (num_taps, *features), dtype)
+    shape = (self.cfg.gdn.gdn_conv_kernel_dim, *features)
+    return self.param(f"{name}_conv", taps, shape, dtype)
 
   def _per_head(self, name: str, init: nn.initializers.Initializer) -> jax.Array:
     shape = (self.cfg.gdn.gdn_num_value_heads,)

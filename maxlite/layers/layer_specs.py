@@ -176,6 +176,33 @@ class GatedDeltaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class MambaSpec(MixerSpec):
+  """A state-space layer (Mamba-2); its sizes are cfg.mamba."""
+
+  module: ClassVar[str] = "maxlite.layers.mamba:Mamba"
+  name: ClassVar[str] = "mamba"
+  is_recurrent: ClassVar[bool] = True
+
+  state_size: int
+
+  def macs_per_token(self, row_length: int) -> float:
+    """As a recurrence: what is added to the state, and a query."""
+    return 2 * self.state_size
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+  """A gated convolution over few positions; its size is cfg.short_conv."""
+
+  module: ClassVar[str] = "maxlite.layers.short_conv:ShortConv"
+  name: ClassVar[str] = "short_conv"
+  is_recurrent: ClassVar[bool] = True
+
+  def macs_per_token(self, row_length: int) -> float:
+    return 0  # elementwise operations are not counted
+
+
+@dataclasses.dataclass(frozen=True)
 class FeedForwardSpec:
   """What every feed-forward states."""
 

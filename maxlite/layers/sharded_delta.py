@@ -10,8 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from maxlite.errors import UserError
 from maxlite.kernels.gated_delta.chunked import StateMap, chunk_maps, run_chunks, state_map
+from maxlite.layers.context_carry import check_length, from_neighbour, of_last_shard
 from maxlite.layers.delta_operands import (
   ConvTaps,
   DeltaCarry,
@@ -50,7 +50,12 @@ def mix_positions(
     UserError: a shard has fewer positions than the convolution has before its own.
   """
   context = sharder.mesh_axes("activation_length")
-  _check_length(projections.v_BTHU.shape[1], sharder.num_shards("activation_length"), taps)
+  check_length(
+    projections.v_BTHU.shape[1],
+    sharder.num_shards("activation_length"),
+    len(taps.q_WGC),
+    "gdn_conv_kernel_dim",
+  )
   keys = ("activation_kv_heads", "activation_kv")
   values = ("activation_q_heads", "activation_kv")
   projection_specs = ProjectionTree(
@@ -79,15 +84,6 @@ def mix_positions(
   return sharded(projections, taps)
 
 
-def _check_length(num_positions: int, num_shards: int, taps: ConvTaps) -> None:
-  num_before = len(taps.q_WGC) - 1
-  if num_shards > 1 and num_positions // num_shards < num_before:
-    raise UserError(
-      f"ici_context_parallelism: {num_shards} shards of {num_positions} positions have fewer than "
-      f"the {num_before} that gdn_conv_kernel_dim reads before each; use fewer shards"
-    )
-
-
 def _mix_shard(
   context: MeshAxes,
   chunk: int,
@@ -109,7 +105,7 @@ def _mix_shard(
   if not with_state:
     return y_bthU, None
   if context:
-    state_bhCU = _of_last_shard(context, state_bhCU)
+    state_bhCU = of_last_shard(context, state_bhCU)
   return y_bthU, state_bhCU
 
 
@@ -120,15 +116,8 @@ def _from_neighbour(
   num_rows, num_positions = projections.is_start_BT.shape
   length_b = jnp.full((num_rows,), num_positions, jnp.int32)
   own = carry_after(projections, carry, carry.state_BHCU, length_b)
-  num_shards = jax.lax.axis_size(context)
-  pairs = [(shard, shard + 1) for shard in range(num_shards - 1)]
-
-  def shift(x: jax.Array) -> jax.Array:
-    return jax.lax.ppermute(x, context, pairs)
-
-  return carry._replace(
-    q_BPGC=shift(own.q_BPGC), k_BPGC=shift(own.k_BPGC), v_BPHU=shift(own.v_BPHU)
-  )
+  q_BPGC, k_BPGC, v_BPHU = from_neighbour(context, (own.q_BPGC, own.k_BPGC, own.v_BPHU))
+  return carry._replace(q_BPGC=q_BPGC, k_BPGC=k_BPGC, v_BPHU=v_BPHU)
 
 
 def _state_before(context: MeshAxes, own: StateMap, zero_bhCU: jax.Array) -> jax.Array:
@@ -141,9 +130,3 @@ def _state_before(context: MeshAxes, own: StateMap, zero_bhCU: jax.Array) -> jax
     offset = gathered.offset_BHCU[other]
     state_bhCU = jnp.where(other < shard, factor @ state_bhCU + offset, state_bhCU)
   return state_bhCU
-
-
-def _of_last_shard(context: MeshAxes, state_bhCU: jax.Array) -> jax.Array:
-  """Returns the last shard's state on every shard."""
-  is_last = jax.lax.axis_index(context) == jax.lax.axis_size(context) - 1
-  return jax.lax.psum(jnp.where(is_last, state_bhCU, 0), context)

@@ -15,11 +15,13 @@ from maxlite.layers.layer_specs import (
   LatentAttentionSpec,
   LayerSpec,
   LayerStack,
+  MambaSpec,
   MixerSpec,
   MlpSpec,
   MoeBesideMlpSpec,
   MoeSpec,
   RopeSpec,
+  ShortConvSpec,
 )
 
 Stacks = tuple[LayerStack, ...]
@@ -105,6 +107,30 @@ def gated_delta(cfg: ModelConfig) -> Stacks:
   return (_repeat("layers", unit, names, times),)
 
 
+def listed_attention(cfg: ModelConfig) -> Stacks:
+  """Attention in the layers that are listed, another mixer in the others; a stack for each run."""
+  recurrent: MixerSpec = ShortConvSpec()
+  if cfg.family.reads("mamba"):
+    mamba = cfg.mamba
+    num_channels = mamba.mamba_num_heads * mamba.mamba_head_dim
+    recurrent = MambaSpec(num_channels * mamba.mamba_state_dim)
+  attention = _attention(cfg, is_local=True)
+  if not cfg.family.global_rope:
+    attention = dataclasses.replace(attention, rope=_without_rotation(_rope(cfg, cfg.head_dim)))
+  layers = []
+  for number in range(cfg.base_num_decoder_layers):
+    mixer = attention if number in cfg.attention_layers else recurrent
+    has_experts = cfg.family.is_moe and number >= cfg.moe.first_num_dense_layers
+    layers.append(LayerSpec(mixer, _feed_forward(cfg, has_experts=has_experts)))
+  stacks: list[LayerStack] = []
+  first = 0
+  for _, run in itertools.groupby(layers):
+    in_run = tuple(run)
+    stacks.append(LayerStack(f"layers_from_{first}", in_run))
+    first += len(in_run)
+  return tuple(stacks)
+
+
 def cycles(cfg: ModelConfig) -> Stacks:
   """Cycles of local layers and a global one, whose heads may have other sizes.
 
@@ -139,6 +165,7 @@ LAYOUTS: dict[str, Callable[[ModelConfig], Stacks]] = {
   "uniform": uniform,
   "latent": latent,
   "gated_delta": gated_delta,
+  "listed_attention": listed_attention,
   "cycles": cycles,
 }
 
@@ -211,7 +238,7 @@ def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
   rope = _rope(cfg, cfg.head_dim)
   if cfg.family.global_layer_every:
     if not is_local and not cfg.family.global_rope:
-      rope = dataclasses.replace(rope, name="none", rotates=False)
+      rope = _without_rotation(rope)
     elif is_local and cfg.family.global_rope and cfg.rope.local_rope_max_timescale:
       rope = _local_rope(cfg, rope.num_channels)
   return AttentionSpec(
@@ -260,6 +287,10 @@ def _rope(cfg: ModelConfig, head_dim: int) -> RopeSpec:
   if cfg.rope.rope_type != "proportional":  # which leaves a part of the pairs as they are
     num_channels = int(head_dim * cfg.rope.partial_rotary_factor)
   return RopeSpec("main", num_channels, cfg.rope)
+
+
+def _without_rotation(rope: RopeSpec) -> RopeSpec:
+  return dataclasses.replace(rope, name="none", rotates=False)
 
 
 def _local_rope(cfg: ModelConfig, num_channels: int) -> RopeSpec:

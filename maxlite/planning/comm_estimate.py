@@ -48,6 +48,8 @@ _OUTPUTS = {
 _SAME_INPUT = {
   "attention": ("key", "value", "gate"),
   "gated_delta": ("key", "value", "gate", "beta", "decay"),
+  "mamba": ("gate", "step"),  # as `value`
+  "short_conv": ("value", "gate"),  # as `key`
   "mlp": ("wi_1",),
   "shared_experts": ("wi_1",),
 }

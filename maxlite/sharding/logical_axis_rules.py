@@ -32,6 +32,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
   "kv": (),
   "index_heads": (),
   "taps": (),
+  "state_groups": (),
   "latent": (),
   "q_lora": ("fsdp", "context", "expert"),
   "kv_lora": ("fsdp", "context", "expert"),

@@ -24,6 +24,8 @@ OF_OTHER_MODELS = {
   "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
   "gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim",
   "gdn_conv_kernel_dim", "gdn_chunk_size",
+  "attention_layers", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
+  "mamba_conv_kernel_dim", "mamba_chunk_size", "short_conv_kernel_dim",
   "beta_fast", "mscale", "rope_truncate", "rope_attention_factor", "rope_short_factor",
   "rope_long_factor", "rope_long_context",
 }  # fmt: skip
@@ -82,6 +84,7 @@ WITHOUT_EFFECT = {
   "num_experts=4": ("decoder_block=llama", "decoder_block=mixtral"),
   "kv_lora_rank=8": ("decoder_block=llama", "decoder_block=deepseek"),
   "gdn_num_key_heads=4": ("decoder_block=mixtral", "decoder_block=qwen3_next"),
+  "mamba_num_heads=4": ("decoder_block=qwen3_next", "decoder_block=bamba"),
   "base_mlp_dim=64": ("decoder_block=mixtral", "decoder_block=llama"),
   "muon_beta=0.9": ("", "opt_type=muon"),
   "adam_eps=1e-7": ("opt_type=lion", "opt_type=adamw"),

@@ -27,7 +27,7 @@ from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.optim.labels import decay_mask, path_of
 
 # Together these have every kind of layer; the other families differ in fields of their parts.
-STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next")
+STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next", "bamba", "lfm2")
 STACKS = ("dense_layers", "layers", "kv_shared_layers")
 every_family = pytest.mark.parametrize("family", MODELS)
 every_structure = pytest.mark.parametrize("family", fast_only(STRUCTURES, "gemma2"))
@@ -96,6 +96,11 @@ NOT_DECAYED = {
   "wo_bias",
   "decay_bias",
   "decay_rate",
+  "step_bias",
+  "skip_scale",
+  "query_conv_bias",
+  "key_conv_bias",
+  "value_conv_bias",
 }
 
 

@@ -16,7 +16,7 @@ def test_tokens_are_those_of_the_trained_program(family, tmp_path):
   del keys["vocab_size"]
   values = {}
   for name, value in keys.items():
-    values[name] = f"[{', '.join(value)}]" if isinstance(value, tuple) else value
+    values[name] = f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else value
   sampler, params, prompts = open_sampler(
     write_prompts(tmp_path), 1.2, jax.devices()[:1], **values | {"decoder_block": family}
   )

@@ -37,6 +37,11 @@ TINY = {
   "gdn_key_head_dim": 4,
   "gdn_value_head_dim": 6,
   "gdn_chunk_size": 4,
+  "mamba_num_heads": 4,
+  "mamba_head_dim": 4,
+  "mamba_num_groups": 2,
+  "mamba_state_dim": 6,
+  "mamba_chunk_size": 4,
 }
 # Changes to TINY per family.
 FAMILY_KEYS = {
@@ -112,6 +117,25 @@ FAMILY_KEYS = {
   "falcon_own_norms": {"mlp_activations": ("exact_gelu",)},
   "falcon_alibi": {"mlp_activations": ("exact_gelu",), "base_num_kv_heads": 4},
   "qwen2_moe": {"shared_experts": 2},
+  "bamba": {
+    "base_num_decoder_layers": 3,
+    "attention_layers": (1,),
+    "partial_rotary_factor": 0.5,
+  },
+  "granite_hybrid": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
+  "granite_moe_hybrid": {
+    "base_num_decoder_layers": 3,
+    "attention_layers": (0,),
+    "shared_experts": 1,
+    "residual_multiplier": 0.5,
+  },
+  "lfm2": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
+  "lfm2_moe": {
+    "base_num_decoder_layers": 4,
+    "attention_layers": (1,),
+    "first_num_dense_layers": 1,
+    "router": "sigmoid_group_topk",
+  },
   "qwen3_5": {"partial_rotary_factor": 0.5},
   "qwen3_next": {"partial_rotary_factor": 0.5, "shared_experts": 1},
   "deepseek": {

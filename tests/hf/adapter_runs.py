@@ -61,6 +61,10 @@ WITH_EXPERTS = (
 )
 # Families in which a tensor of Hugging Face holds several projections with adapters.
 SHARED_TENSORS = {
+  "bamba": "mamba.in_proj holds 5 projections",
+  "granitemoehybrid": "mamba.in_proj holds 5 projections",
+  "lfm2": "conv.in_proj holds 3 projections",
+  "lfm2_moe": "conv.in_proj holds 3 projections",
   "glm": "mlp.gate_up_proj holds 2 projections",
   "glm4": "mlp.gate_up_proj holds 2 projections",
   "granitemoeshared": "shared_mlp.input_linear holds 2 projections",

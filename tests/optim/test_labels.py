@@ -72,7 +72,7 @@ LATENT = {
   "out/kernel": ((0, 1), (2,)),
 }
 # The ends of the paths of parameters with several axes, beside stacked ones, that are no matrices.
-NO_MATRIX = ("embedding", "unembed/kernel", "bias", "_conv")
+NO_MATRIX = ("embedding", "unembed/kernel", "bias", "scale", "_conv")
 
 
 @pytest.fixture(scope="module", params=MATRICES)

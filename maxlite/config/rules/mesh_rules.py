@@ -88,6 +88,8 @@ def _head_counts(model: ModelConfig) -> list[str]:
     keys.append("global_num_kv_heads")
   if family.reads("gdn"):
     keys += ["gdn_num_key_heads", "gdn_num_value_heads"]
+  if family.reads("mamba"):
+    keys.append("mamba_num_heads")
   return keys
 
 
@@ -107,6 +109,21 @@ def divisibility(cfg: Config) -> Violations:
         f"{num_shards} shards do not divide {size}; write degrees that make {divisor}, or another "
         f"{key}",
       )
+
+
+def state_groups(cfg: Config) -> Violations:
+  """Shards of the heads of state-space layers have whole groups, or a part of one."""
+  num_shards = _num_shards(cfg, "tensor")
+  num_groups = cfg.model.mamba.mamba_num_groups
+  if not cfg.model.family.reads("mamba") or num_groups % num_shards == 0:
+    return
+  if num_shards % num_groups:
+    divisor = largest_divisor(num_groups, num_shards)
+    yield Violation(
+      ["ici_tensor_parallelism", "mamba_num_groups"],
+      f"{num_shards} shards neither have whole groups of heads nor are parts of {num_groups}; "
+      f"write degrees that make {divisor}",
+    )
 
 
 def _num_shards(cfg: Config, mesh_axis: str) -> int:
@@ -163,4 +180,4 @@ def _ulysses(cfg: Config, num_shards: int) -> Violations:
     )
 
 
-MESH_RULES = (degrees, axis_rules, divisibility, context_parallelism)
+MESH_RULES = (degrees, axis_rules, divisibility, state_groups, context_parallelism)

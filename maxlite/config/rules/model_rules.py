@@ -171,6 +171,39 @@ def gated_delta(cfg: Config) -> Violations:
     )
 
 
+def listed_attention(cfg: Config) -> Violations:
+  """The rules on models with attention in listed layers, and a recurrence in the others."""
+  model = cfg.model
+  if model.family.layout != "listed_attention":
+    return
+  num_layers = model.base_num_decoder_layers
+  if list(model.attention_layers) != sorted({*model.attention_layers} & {*range(num_layers)}):
+    yield Violation(
+      ["attention_layers", "base_num_decoder_layers"],
+      f"must be different numbers from 0 to {num_layers - 1}, in order",
+    )
+  mamba = model.mamba
+  if model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
+    divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
+    yield Violation(
+      ["mamba_num_heads", "mamba_num_groups"],
+      f"heads must be a multiple of groups; write mamba_num_groups={divisor}",
+    )
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
+    )
+  if model.family.is_moe:
+    keys = ["interleave_moe_layer_step", "mlp_only_layers"]
+    for key in changed_keys(cfg, keys):
+      yield Violation(
+        [key, "decoder_block"],
+        "the dense layers of this family are the first_num_dense_layers; write "
+        f"{key}={show(DEFAULTS[key])}",
+      )
+
+
 def _layers_per_unit(cfg: Config) -> Violations:
   """The rules on families whose layers repeat in units of several."""
   model = cfg.model
@@ -389,6 +422,7 @@ MODEL_RULES = (
   attention,
   indexer,
   gated_delta,
+  listed_attention,
   layer_cycles,
   positions,
   unembed_bias,

@@ -35,8 +35,10 @@ from maxlite.config.schema.model_config import CycleConfig as CycleConfig
 from maxlite.config.schema.model_config import GatedDeltaConfig as GatedDeltaConfig
 from maxlite.config.schema.model_config import LatentAttentionConfig as LatentAttentionConfig
 from maxlite.config.schema.model_config import LoraConfig as LoraConfig
+from maxlite.config.schema.model_config import MambaConfig as MambaConfig
 from maxlite.config.schema.model_config import ModelConfig
 from maxlite.config.schema.model_config import RopeConfig as RopeConfig
+from maxlite.config.schema.model_config import ShortConvConfig as ShortConvConfig
 from maxlite.config.schema.moe_config import MoeConfig as MoeConfig
 from maxlite.config.schema.moe_config import TilesConfig as TilesConfig
 from maxlite.config.schema.rollout_config import RolloutConfig as RolloutConfig

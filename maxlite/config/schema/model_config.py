@@ -61,6 +61,33 @@ class GatedDeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MambaConfig:
+  """State-space layers (Mamba-2); read if the model family has them."""
+
+  mamba_num_heads: int = model_field(64, "Heads of a Mamba-2 layer, each with a state.", low=1)
+  mamba_head_dim: int = model_field(64, "Channels of values per head.", low=1)
+  mamba_num_groups: int = model_field(
+    1, "Groups of heads that share queries and keys (C and B of the paper).", low=1
+  )
+  mamba_state_dim: int = model_field(128, "Channels of queries and keys.", low=1)
+  mamba_conv_kernel_dim: int = model_field(
+    4, "Positions that the convolution of queries, keys and values covers.", low=1
+  )
+  mamba_chunk_size: int = field(
+    128, "Positions per chunk, within which the recurrence is matrix products.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConvConfig:
+  """Layers with a short convolution instead of attention; read if the model family has them."""
+
+  short_conv_kernel_dim: int = model_field(
+    3, "Positions that the convolution of a layer without attention covers.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class CycleConfig:
   """Layers in cycles of local layers and a global one; read if the model family has them."""
 
@@ -190,6 +217,12 @@ class ModelConfig:
     "and the others locally.",
     low=1,
   )
+  attention_layers: tuple[int, ...] = model_field(
+    (),
+    "Numbers, from 0, of the layers that attend in families in which the others are state-space "
+    "layers (bamba, granite_hybrid, granite_moe_hybrid) or short convolutions (lfm2, lfm2_moe).",
+    low=0,
+  )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
   head_dim: int = model_field(32, "Channels per attention head.", low=2)
@@ -289,6 +322,8 @@ class ModelConfig:
   rope: RopeConfig = RopeConfig()
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
+  mamba: MambaConfig = MambaConfig()
+  short_conv: ShortConvConfig = ShortConvConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
 

@@ -7,6 +7,7 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  bamba,
   cohere,
   deepseek,
   dots,
@@ -19,7 +20,9 @@ from maxlite.hf.families import (
   gpt,
   gpt_oss,
   granite,
+  granite_hybrid,
   hunyuan,
+  lfm2,
   llama,
   minimax,
   mistral4,
@@ -62,5 +65,8 @@ for _file in (
   opt,
   falcon,
   cohere,
+  bamba,
+  granite_hybrid,
+  lfm2,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
