@@ -34,7 +34,10 @@ class ShortConv(nn.Module):
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
     dim = x_BTD.shape[-1]
     written_BTD = self._project(x_BTD, "key") * self._project(x_BTD, "value")
-    read_BTD = self._project(x_BTD, "gate") * self._convolved(written_BTD, inputs.segment_BT)
+    y_BTD = self._convolved(written_BTD, inputs.segment_BT)
+    is_real_BT1 = inputs.segment_BT[..., None] > 0
+    y_BTD = jnp.where(is_real_BT1, y_BTD, 0)  # padding reads no document
+    read_BTD = self._project(x_BTD, "gate") * y_BTD
     out = self.linear(
       self.cfg, self.sharder, features=(dim,), kernel_names=("mlp", "embed"), name="wo"
     )

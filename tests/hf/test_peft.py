@@ -170,8 +170,11 @@ def assert_fails(capsys, folder, root, run, message):
   assert not (root / "out").exists()
 
 
+_SHARED_PROJECTIONS = "attention/query|(mlp|shared_experts)/wi_0|mamba/value|short_conv/value"
+
+
 @pytest.mark.parametrize("family", fast_only(SHARED_TENSORS, "phi3"))
-@pytest.mark.parametrize("trained", ["lora", "(attention/query|(mlp|shared_experts)/wi_0)/lora"])
+@pytest.mark.parametrize("trained", ["lora", f"({_SHARED_PROJECTIONS})/lora"])
 def test_adapters_of_projections_that_share_a_tensor_raise(tmp_path, capsys, family, trained):
   make_run(tmp_path, family, "tuned", trained)
   message = f"{SHARED_TENSORS[family]}, and peft has one adapter for all: use to_hf"
