@@ -2,7 +2,6 @@
 
 INDEXED = ("decoder_block=deepseek", "use_indexer=true", "q_lora_rank=64")
 INDEXER_MISTAKES = {
-  ("decoder_block=deepseek", "indexer_topk=8"): ("indexer_topk=8", "no effect"),
   ("indexer_loss_scaling_factor=0.5",): ("no indexer", "indexer_loss_scaling_factor=1"),
   ("use_indexer=true",): ("decoder_block=mixtral", "decoder_block=deepseek"),
   ("use_indexer=true", "decoder_block=deepseek"): ("query latent", "q_lora_rank=1536"),

@@ -98,6 +98,7 @@ V32 = dataclasses.replace(
   required={**V3.required, "indexer_rope_interleave": False},
   extra_from_hf=_v32_from_hf,
   extra_to_hf=_v32_to_hf,
+  unread=(*V3.unread, "head_dim"),
 )
 GLM_MOE_DSA = dataclasses.replace(
   V32,
