@@ -171,7 +171,8 @@ def _orthogonalised(
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
   """Whether it is no norm, bias or other number per channel or head: these do not decay."""
-  return sum(axis not in STACKED for axis in axes) > 1 and not path.endswith("bias")
+  is_matrix = sum(axis not in STACKED for axis in axes) > 1
+  return is_matrix and not path.endswith(("bias", "scale"))
 
 
 def _mup_factor(

@@ -189,7 +189,8 @@ class _Update:
     gradients = result.gradients
     metrics = dict(result.metrics)
     if self.learning_rate is not None:
-      metrics["learning_rate"] = self.learning_rate(state)
+      # A constant schedule returns a Python number.
+      metrics["learning_rate"] = jnp.asarray(self.learning_rate(state))
     if self.check_zero is not None:
       metrics[ZERO_GRADIENTS] = _zero_gradients(gradients, self.check_zero(state))
     finite, state = _check_finite(self.skip, state, result, metrics)

@@ -29,7 +29,7 @@ from maxlite.step.gradients import LossFunction, build_gradients
 from maxlite.step.train_state import init_state
 from maxlite.step.train_step import build_train_step
 from maxlite.training.features.local_updates import OuterOptimizer
-from maxlite.training.program import shardings_of
+from maxlite.training.program import build_objective_step, shardings_of
 from maxlite.training.spec import spec_of
 
 RATE = 0.5
@@ -241,6 +241,14 @@ def test_replicas_are_solo_runs_on_their_rows_joined_by_nesterov_steps(program, 
       own = jax.tree.map(lambda leaf, r=r: leaf[r], replicas)
       assert_close(own, solo.params, first)
   assert int(state.step) == 2 * PERIOD
+
+
+def test_replicas_may_have_a_constant_rate():
+  program = build(config_of(**LOCAL, lr_schedule_type="constant", warmup_steps_fraction=0))
+  (objective,) = program.objectives
+  step = build_objective_step(program, objective)
+  _, metrics = jax.eval_shape(step, program.abstract_state, program.abstract_inputs(objective))
+  assert metrics["learning_rate"].shape == ()
 
 
 def test_a_replica_that_is_not_finite_is_left_out_and_restarted(program):
