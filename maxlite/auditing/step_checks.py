@@ -154,8 +154,14 @@ class TinyStep:
     after, metrics = self.steps.take(self.name, before, rows, extra)
     return before, after, metrics
 
-  def loss_at(self, params: Arrays) -> float:
-    return float(self.take(params).loss)
+  def loss_at(self, params: Arrays, *, for_indexer: bool) -> float:
+    """The loss from which an indexer learns, or all other parameters: theirs lacks its part."""
+    results = self.take(params)
+    loss = float(results.loss)
+    if not for_indexer and "indexer_loss" in results.metrics:
+      factor = self.spec.training.indexer_loss_scaling_factor
+      loss -= factor * float(results.metrics["indexer_loss"])
+    return loss
 
   def check_derivative(self, left_out: Collection[str] = ()) -> Iterator[str]:
     """The gradients are the derivatives of the loss that is reported, by central differences."""
@@ -170,20 +176,27 @@ class TinyStep:
       if not size and not LOSSES[self.objective.spec.loss].logits:
         continue  # a loss of draft heads alone
       directions[path] = direction / max(float(size), 0.1) if size else direction
-    if self._is_derivative(directions, gradients) is None:
-      return
-    for path, direction in directions.items():
-      wrong = self._is_derivative({path: direction}, gradients)
-      if wrong is None:
+    for for_indexer in (False, True):
+      group = {}
+      for path, direction in directions.items():
+        if ("/indexer/" in path) == for_indexer:
+          group[path] = direction
+      if not group or self._is_derivative(group, gradients, for_indexer) is None:
         continue
-      change, expected = wrong
-      yield (
-        f"{self.name}: the gradient of {path} is not the derivative of the loss: along a random "
-        f"direction the loss changes by {change:.8g}, but the gradient says {expected:.8g}; is a "
-        "part of it detached, counted twice, or a backward pass wrong?"
-      )
+      for path, direction in group.items():
+        wrong = self._is_derivative({path: direction}, gradients, for_indexer)
+        if wrong is None:
+          continue
+        change, expected = wrong
+        yield (
+          f"{self.name}: the gradient of {path} is not the derivative of the loss: along a random "
+          f"direction the loss changes by {change:.8g}, but the gradient says {expected:.8g}; is a "
+          "part of it detached, counted twice, or a backward pass wrong?"
+        )
 
-  def _is_derivative(self, directions: Arrays, gradients: Arrays) -> tuple[float, float] | None:
+  def _is_derivative(
+    self, directions: Arrays, gradients: Arrays, for_indexer: bool
+  ) -> tuple[float, float] | None:
     """None if the gradients are derivatives in these directions, else (change, expected change)."""
     terms = [float(np.sum(gradients[path] * each)) for path, each in directions.items()]
     expected = sum(terms)
@@ -195,7 +208,7 @@ class TinyStep:
       losses = []
       for sign in (1, -1):
         moved = {path: self.params[path] + sign * step * v for path, v in directions.items()}
-        losses.append(self.loss_at(moved))
+        losses.append(self.loss_at(moved, for_indexer=for_indexer))
       change = (losses[0] - losses[1]) / (2 * step)
       rounding = 1e-14 * max(map(abs, losses)) / step
       if abs(change - expected) <= allowed + rounding:
@@ -337,6 +350,7 @@ class TinyStep:
       "z_loss": training.z_loss_multiplier,
       "load_balance_loss": moe.load_balance_loss_weight,
       "router_z_loss": moe.router_z_loss_weight,
+      "indexer_loss": self.spec.training.indexer_loss_scaling_factor,
       "mtp_loss": training.mtp_loss_scaling_factor,
       "draft_loss": training.draft_loss_weight,
     }

@@ -172,6 +172,8 @@ CLEAN = {
   "gemma3": ("decoder_block=gemma3", "base_num_decoder_layers=6", "sliding_window_size=64"),
   "gpt-oss": ("model_name=gpt-oss-20b",),
   "qwen3-next": ("model_name=qwen3-next-80b-a3b",),
+  "sparse attention": ("model_name=deepseek3.2-tiny",),
+  "state-space layers": ("model_name=granite4-h-tiny-7b",),
   "deepseek with multi-token prediction": ("model_name=deepseek2-tiny", "mtp_num_layers=1"),
   "muon and averages": (*DENSE, "opt_type=muon", "ema_decay=0.99"),
   "muon of latent attention": ("model_name=deepseek2-tiny", "opt_type=muon", "muon_split=heads"),
