@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from config_variants import (
   without,
 )
 from hf_measure import FIXTURES
+from support.needs import needs_transformers
 
 import maxlite
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
@@ -277,10 +277,6 @@ REFUSED = [
   ("llama", {"num_wings": 2}, "has num_wings, which maxlite does not read"),
   ("llama", {"rope_parameters": {"num_wings": 2}}, "has rope_parameters.num_wings, which"),
 ]
-needs_transformers = pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
 FAST = ("mistral",)
 every_family = pytest.mark.parametrize(
   "model_type", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]

@@ -1,10 +1,9 @@
 """Greedy completions with a cache are those of `transformers`."""
 
-from importlib.util import find_spec
-
 import pytest
 from hf_measure import FIXTURES
 from safetensors.numpy import load_file
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
 import maxlite
@@ -15,10 +14,7 @@ from maxlite.inference.sampling import SamplingParams
 
 pytestmark = [
   pytest.mark.hf,
-  pytest.mark.skipif(
-    not (find_spec("torch") and find_spec("transformers")),
-    reason="needs torch and transformers: pip install -e .[hf]",
-  ),
+  needs_transformers,
 ]
 NUM_NEW = 30
 NUM_PROMPT = 7

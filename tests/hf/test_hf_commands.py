@@ -2,17 +2,14 @@
 
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.needs import needs_transformers
 
 pytestmark = [
   pytest.mark.hf,
-  pytest.mark.skipif(
-    not (find_spec("torch") and find_spec("transformers")),
-    reason="needs torch and transformers: pip install -e .[hf]",
-  ),
+  needs_transformers,
 ]
 FIXTURES = Path(__file__).resolve().parent / "hf_fixtures"
 

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hf_measure import FIXTURES, logits_and_loss, measure
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
 from maxlite.hf.families import FAMILIES
@@ -54,10 +54,7 @@ VARIANTS = (
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_transformers
 @pytest.mark.parametrize(
   "models",
   [LIVE, pytest.param(sorted({*FAMILIES, *VARIANTS} - set(LIVE)), marks=pytest.mark.slow)],

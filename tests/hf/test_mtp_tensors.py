@@ -3,13 +3,13 @@
 import functools
 import json
 import shutil
-from importlib.util import find_spec
 
 import jax
 import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
 from maxlite.config.schema import DEFAULTS, ModelConfig, build
@@ -207,10 +207,7 @@ def their_logits(folder, tokens_BT):
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_transformers
 def test_logits_equal_those_of_the_modules_of_transformers(tmp_path):
   """DeepSeek-V3 (2024), eq. 21 to 23, with the embedding first."""
   folder = publish(tmp_path / "in", "deepseek_v3")

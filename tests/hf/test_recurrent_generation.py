@@ -1,10 +1,9 @@
 """Greedy completions from recurrent caches are those of `transformers` from its own."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 from hf_measure import FIXTURES
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
 import maxlite
@@ -68,10 +67,7 @@ def their_completions(folder):
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_transformers
 @pytest.mark.parametrize("family", fast_only(RECURRENT, "bamba"))
 def test_greedy_completions_from_recurrent_caches(family):
   ours = our_completions(FIXTURES / family)

@@ -2,12 +2,12 @@
 
 import json
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
 import maxlite
@@ -231,10 +231,7 @@ def test_missing_keys_have_the_defaults_of_the_larger_model(is_flat, tmp_path):
 
 @pytest.mark.hf
 @pytest.mark.slow
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_transformers
 @pytest.mark.parametrize("larger", TRANSFORMERS)
 def test_logits_of_text_are_those_of_the_larger_model(larger, tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(FIXTURES.parents[2] / "tools" / "fixtures")

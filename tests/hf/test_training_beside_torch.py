@@ -3,7 +3,6 @@
 import contextlib
 import io
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hf_measure import loss_of
+from support.needs import needs_transformers
 
 import maxlite
 from maxlite.checkpoint.checksum import leaves_by_path
@@ -49,10 +49,7 @@ MOE_KEYS = {
   "sparse_matmul": False,
 }
 
-needs_torch = pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+needs_torch = needs_transformers
 
 
 def imported(folder, root):

@@ -1,11 +1,10 @@
 """ALiBi as a channel of keys equals a bias of the scores."""
 
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.needs import needs_transformers
 
 from maxlite.kernels.attention.reference import AttentionMask, ScoreOptions, attention
 from maxlite.layers.alibi import alibi_slopes, key_bias, with_bias
@@ -48,10 +47,7 @@ def test_slopes_are_powers_of_two_and_those_between_them():
 
 
 @pytest.mark.hf
-@pytest.mark.skipif(
-  not (find_spec("torch") and find_spec("transformers")),
-  reason="needs torch and transformers: pip install -e .[hf]",
-)
+@needs_transformers
 @pytest.mark.parametrize("num_heads", [4, 6, 32, 71])
 def test_the_bias_of_2000_positions_has_the_bits_of_transformers(num_heads):
   import torch
