@@ -59,8 +59,8 @@ def _rounded_weights(state: Arrays, kind: str) -> Arrays:
   rounded = dict(state)
   for path, leaf in state.items():
     if path.startswith("params/") and leaf.ndim >= 2:
-      quantized = quantize(leaf, kind, axes=(-2,))
-      rounded[path] = np.asarray(quantized.dequantize(jnp.float32)).astype(leaf.dtype)
+      quantized = quantize(jnp.asarray(leaf), kind, axes=(-2,))
+      rounded[path] = np.asarray(quantized.dequantize(jnp.dtype(jnp.float32)), leaf.dtype)
   return rounded
 
 
