@@ -203,6 +203,17 @@ class ShortConvSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoMixerSpec(MixerSpec):
+  """The layer is only a feed-forward."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+  def macs_per_token(self, row_length: int) -> float:
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class FeedForwardSpec:
   """What every feed-forward states."""
 
@@ -256,12 +267,31 @@ class MoeBesideMlpSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoFeedForwardSpec(FeedForwardSpec):
+  """The layer is only a mixer."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
-  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream."""
+  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream.
+
+  One of the two may be missing.
+  """
 
   mixer: MixerSpec
   feed_forward: FeedForwardSpec
   has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
+
+  @property
+  def has_mixer(self) -> bool:
+    return not isinstance(self.mixer, NoMixerSpec)
+
+  @property
+  def has_feed_forward(self) -> bool:
+    return not isinstance(self.feed_forward, NoFeedForwardSpec)
 
   @property
   def sums(self) -> tuple[str, ...]:

@@ -129,6 +129,18 @@ FAMILY_KEYS = {
     "shared_experts": 1,
     "residual_multiplier": 0.5,
   },
+  "nemotron_h": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "M-M-*M",
+    "mlp_activations": ("squared_relu",),
+  },
+  "nemotron_h_moe": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "MEME*-",
+    "mlp_activations": ("squared_relu",),
+    "shared_experts": 1,
+    "router": "sigmoid_group_topk",
+  },
   "lfm2": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
   "lfm2_moe": {
     "base_num_decoder_layers": 4,

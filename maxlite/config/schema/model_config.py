@@ -223,6 +223,11 @@ class ModelConfig:
     "layers (bamba, granite_hybrid, granite_moe_hybrid) or short convolutions (lfm2, lfm2_moe).",
     low=0,
   )
+  hybrid_override_pattern: str = model_field(
+    "",
+    "A letter for each layer of families whose layers have one part (nemotron_h, nemotron_h_moe): "
+    "`M` a state-space layer, `*` attention, `-` an MLP, `E` experts.",
+  )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
   head_dim: int = model_field(32, "Channels per attention head.", low=2)
@@ -337,6 +342,8 @@ class ModelConfig:
     """Whether any layer has an MLP of base_mlp_dim."""
     if self.family.moe is None or self.family.moe.beside_mlp:
       return True
+    if self.family.layout == "hybrid_pattern":
+      return "-" in self.hybrid_override_pattern
     moe = self.moe
     return bool(
       moe.mlp_only_layers or moe.first_num_dense_layers > 0 or moe.interleave_moe_layer_step > 1

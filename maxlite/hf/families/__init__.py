@@ -27,6 +27,7 @@ from maxlite.hf.families import (
   minimax,
   mistral4,
   mixtral,
+  nemotron,
   olmo,
   opt,
   phi,
@@ -68,5 +69,6 @@ for _file in (
   bamba,
   granite_hybrid,
   lfm2,
+  nemotron,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
