@@ -9,7 +9,7 @@ import dataclasses
 from typing import Literal
 
 # Sections of ModelConfig that only some layouts read.
-Section = Literal["mla", "gdn", "mamba", "short_conv", "cycle"]
+Section = Literal["mla", "gdn", "mamba", "multipliers", "short_conv", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +140,8 @@ MODELS: dict[str, ModelFamily] = {
   "granite_hybrid": _GRANITE_HYBRID,
   # Nemotron-H (2025), section 2.1: layers that are only a mixer or only an MLP.
   "nemotron_h": _NEMOTRON_H,
+  # Falcon-H1 (2025), sections 2.1 and 3.2.2: attention and state-space layers in parallel.
+  "falcon_h1": ModelFamily(layout="attention_beside_mamba", sections=("mamba", "multipliers")),
   # LFM2 Technical Report (2025), section 2: short convolutions and attention.
   "lfm2": _LFM2,
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.

@@ -49,6 +49,11 @@ class MixerSpec:
     """Products per token of a row, besides those with parameters."""
     raise NotImplementedError
 
+  @property
+  def parts(self) -> tuple["MixerSpec", ...]:
+    """The mixers that it consists of: itself, or several that work in parallel."""
+    return (self,)
+
   def scanned_with(self, other: "MixerSpec") -> "MixerSpec":
     """One spec for mixers of the same scan, which has the same parameters for both."""
     raise NotImplementedError(f"{self} and {other} in one scan")
@@ -191,6 +196,31 @@ class MambaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionBesideMambaSpec(MixerSpec):
+  """Attention and a state-space layer of one input, with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:AttentionBesideMamba"
+  name: ClassVar[str] = "attention_beside_mamba"
+  shares_scope: ClassVar[bool] = True
+  is_recurrent: ClassVar[bool] = True
+
+  attention: AttentionSpec
+  mamba: MambaSpec
+
+  @property
+  def parts(self) -> tuple[MixerSpec, ...]:
+    return self.attention, self.mamba
+
+  @property
+  def kv_channels(self) -> int:
+    return self.attention.kv_channels
+
+  @property
+  def head_channels(self) -> int:
+    return self.attention.head_channels
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
   """A gated convolution over few positions; its size is cfg.short_conv."""
 
@@ -236,6 +266,13 @@ class MlpSpec(FeedForwardSpec):
   hidden_dim: int
   limit: float = 0.0  # of the activation's input; 0: none
   has_bias: bool = False  # both projections have one
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledMlpSpec(MlpSpec):
+  """An MLP with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:ScaledMlp"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from maxlite.config.model_families import ModelFamily
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.layer_specs import (
+  AttentionBesideMambaSpec,
   AttentionSpec,
   FeedForwardSpec,
   GatedDeltaSpec,
@@ -23,6 +24,7 @@ from maxlite.layers.layer_specs import (
   NoFeedForwardSpec,
   NoMixerSpec,
   RopeSpec,
+  ScaledMlpSpec,
   ShortConvSpec,
 )
 
@@ -170,6 +172,14 @@ def _repeated_part(pattern: str) -> tuple[str, int]:
   return best
 
 
+def attention_beside_mamba(cfg: ModelConfig) -> Stacks:
+  """Attention and a state-space layer in every layer."""
+  attention = _attention(cfg, is_local=True)
+  mixer = AttentionBesideMambaSpec(attention, _mamba(cfg), rope=attention.rope)
+  layer = LayerSpec(mixer, ScaledMlpSpec(cfg.base_mlp_dim))
+  return (LayerStack("layers", (layer,) * cfg.base_num_decoder_layers),)
+
+
 def cycles(cfg: ModelConfig) -> Stacks:
   """Cycles of local layers and a global one, whose heads may have other sizes.
 
@@ -206,6 +216,7 @@ LAYOUTS: dict[str, Callable[[ModelConfig], Stacks]] = {
   "gated_delta": gated_delta,
   "listed_attention": listed_attention,
   "hybrid_pattern": hybrid_pattern,
+  "attention_beside_mamba": attention_beside_mamba,
   "cycles": cycles,
 }
 

@@ -171,6 +171,10 @@ MISTAKES = (
       "decoder_block=gemma4_moe",
       "write mlp_only_layers=[]",
     ),
+    ("decoder_block=falcon_h1", "ssm_multipliers=[1,2]"): (
+      "ssm_multipliers=[1.0, 2.0]",
+      "has 2 numbers, but 5",
+    ),
     ("decoder_block=nemotron_h", "hybrid_override_pattern=M-"): (
       "hybrid_override_pattern=M-",
       "each of the 4 layers",

@@ -36,6 +36,7 @@ STRUCTURES = (
   "bamba",
   "lfm2",
   "nemotron_h",
+  "falcon_h1",
 )
 STACKS = ("dense_layers", "layers", "kv_shared_layers")
 every_family = pytest.mark.parametrize("family", MODELS)

@@ -182,7 +182,6 @@ def listed_attention(cfg: Config) -> Violations:
       ["attention_layers", "base_num_decoder_layers"],
       f"must be different numbers from 0 to {num_layers - 1}, in order",
     )
-  yield from _no_drafts(cfg)
   if model.family.is_moe:
     keys = ["interleave_moe_layer_step", "mlp_only_layers"]
     for key in changed_keys(cfg, keys):
@@ -212,7 +211,6 @@ def hybrid_pattern(cfg: Config) -> Violations:
     yield Violation(keys, f"letters are {' '.join(letters)}; write only these")
   if model.family.is_moe and "E" not in pattern:
     yield Violation(keys, "leaves no MoE layer; write an E, or decoder_block=nemotron_h")
-  yield from _no_drafts(cfg)
   if model.family.is_moe:
     plan = ["first_num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers"]
     for key in changed_keys(cfg, plan):
@@ -222,23 +220,36 @@ def hybrid_pattern(cfg: Config) -> Violations:
       )
 
 
-def _no_drafts(cfg: Config) -> Violations:
+def recurrence(cfg: Config) -> Violations:
+  """The rules on state-space layers and short convolutions."""
+  model = cfg.model
+  if not model.family.reads("mamba") and not model.family.reads("short_conv"):
+    return
   for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
     yield Violation(
       [key, "decoder_block"],
       f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
     )
-
-
-def state_space(cfg: Config) -> Violations:
-  """The rules on state-space layers."""
-  mamba = cfg.model.mamba
-  if cfg.model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
+  mamba = model.mamba
+  if model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
     divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
     yield Violation(
       ["mamba_num_heads", "mamba_num_groups"],
       f"heads must be a multiple of groups; write mamba_num_groups={divisor}",
     )
+
+
+def multipliers(cfg: Config) -> Violations:
+  """The rules on factors of projections."""
+  factors = cfg.model.multipliers
+  for key, values, num in (
+    ("ssm_multipliers", factors.ssm_multipliers, 5),
+    ("mlp_multipliers", factors.mlp_multipliers, 2),
+  ):
+    if len(values) != num:
+      yield Violation(
+        [key], f"has {len(values)} numbers, but {num} are needed; write {key}={[1.0] * num}"
+      )
 
 
 def _layers_per_unit(cfg: Config) -> Violations:
@@ -461,7 +472,8 @@ MODEL_RULES = (
   gated_delta,
   listed_attention,
   hybrid_pattern,
-  state_space,
+  recurrence,
+  multipliers,
   layer_cycles,
   positions,
   unembed_bias,

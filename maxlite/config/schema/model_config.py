@@ -73,8 +73,32 @@ class MambaConfig:
   mamba_conv_kernel_dim: int = model_field(
     4, "Positions that the convolution of queries, keys and values covers.", low=1
   )
+  mamba_norm: str = model_field(
+    "after_gate",
+    "RMSNorm of a layer's output over each group of heads: `after_gate`, `before_gate`, or `none` "
+    "(Falcon-H1).",
+    choices=("after_gate", "before_gate", "none"),
+  )
   mamba_chunk_size: int = field(
     128, "Positions per chunk, within which the recurrence is matrix products.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiplierConfig:
+  """Fixed factors of attention, state-space layers and MLPs; read if the model family has them."""
+
+  attention_in_multiplier: float = model_field(1.0, "Factor of the input of attention.")
+  attention_out_multiplier: float = model_field(1.0, "Factor of the output of attention.")
+  key_multiplier: float = model_field(1.0, "Factor of the keys of attention.")
+  ssm_in_multiplier: float = model_field(1.0, "Factor of the input of a state-space layer.")
+  ssm_out_multiplier: float = model_field(1.0, "Factor of the output of a state-space layer.")
+  ssm_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0, 1.0, 1.0, 1.0),
+    "Factors of a state-space layer's projections: gate, value, key, query and step.",
+  )
+  mlp_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0), "Factors of an MLP's gate, before its activation, and of its output."
   )
 
 
@@ -328,6 +352,7 @@ class ModelConfig:
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
   mamba: MambaConfig = MambaConfig()
+  multipliers: MultiplierConfig = MultiplierConfig()
   short_conv: ShortConvConfig = ShortConvConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()

@@ -14,6 +14,7 @@ from maxlite.hf.families import (
   ernie,
   exaone,
   falcon,
+  falcon_h1,
   gemma,
   gemma4,
   glm,
@@ -70,5 +71,6 @@ for _file in (
   granite_hybrid,
   lfm2,
   nemotron,
+  falcon_h1,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
