@@ -160,7 +160,6 @@ MEANINGS = [
     {"attention_layers": (1,), "shared_experts": 2},
   ),
   ("granitemoehybrid", "", {"position_embedding_type": "nope"}, {"attention_layers": (1,)}),
-  ("nemotron_h", "layers_block_type", {}, {"hybrid_override_pattern": "ME*-"}),
   (
     "nemotron_h",
     "layers_block_type",
@@ -393,6 +392,14 @@ def test_dense_layers_beside_gated_delta_nets_are_listed(step, listed, dense):
   _, hf = find_family(cfg)
   assert (hf["decoder_sparse_step"], hf["mlp_only_layers"]) == (1, dense)
   assert hf["intermediate_size"] == given["intermediate_size"]
+
+
+@pytest.mark.hf
+@needs_transformers
+def test_layers_that_are_not_listed_are_those_of_the_config_class():
+  values = without(config_of("nemotron_h"), "layers_block_type")
+  keys = FAMILIES["nemotron_h"].config_from_hf(values)
+  assert keys["hybrid_override_pattern"] == config_class("nemotron_h")().hybrid_override_pattern
 
 
 def test_units_with_the_same_dense_layers_are_one_stack():
