@@ -14,6 +14,7 @@ from maxlite.hf.families import (
   ernie,
   exaone,
   falcon,
+  falcon_h1,
   gemma,
   gemma4,
   glm,
@@ -27,6 +28,7 @@ from maxlite.hf.families import (
   minimax,
   mistral4,
   mixtral,
+  nemotron,
   olmo,
   opt,
   phi,
@@ -68,5 +70,7 @@ for _file in (
   bamba,
   granite_hybrid,
   lfm2,
+  nemotron,
+  falcon_h1,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
