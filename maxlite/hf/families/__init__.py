@@ -24,6 +24,7 @@ from maxlite.hf.families import (
   hunyuan,
   lfm2,
   llama,
+  llama4,
   minimax,
   mistral4,
   mixtral,
@@ -68,5 +69,6 @@ for _file in (
   bamba,
   granite_hybrid,
   lfm2,
+  llama4,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
