@@ -311,9 +311,12 @@ def _flat(tree: PyTree) -> Arrays:
 
 
 def _layer_number(model: ModelConfig) -> re.Pattern:
-  """Matches the part of a path that names one layer of a stack that is not scanned."""
+  """Matches the part of a path that names one layer of a stack that is not scanned.
+
+  Those of multi-token prediction never are.
+  """
   names = "|".join(stack.name for stack in layer_stacks(model))
-  return re.compile(rf"(^|/)({names})_(\d+)(?=/)")
+  return re.compile(rf"(^|(?<!\bmtp)/)({names})_(\d+)(?=/)")
 
 
 def _stacked(model: ModelConfig, arrays: Arrays) -> Arrays:

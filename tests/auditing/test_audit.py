@@ -196,6 +196,8 @@ def test_no_false_alarm(name):
   variants = [on(fsdp=2, tensor=2), on(context=2), on(3)]
   if "decoder_block=llama" not in CLEAN[name]:
     variants.append(on(expert=2))
+  is_scanned = spec_of(config_of(*CLEAN[name])).model.scan_layers
+  variants.append(Variant(scan=not is_scanned))
   assert_clean(audit(*CLEAN[name], variants=variants))
 
 
