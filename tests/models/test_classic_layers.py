@@ -48,7 +48,12 @@ CHUNKED = {
   "original_max_position_embeddings": 2,
   "normalization_layer_epsilon": 0.1,
 }
-CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED}
+CHANGES = {
+  "opt": LEARNED,
+  "gpt2": LEARNED,
+  "llama4": CHUNKED,
+  "qwen3": {"mlp_activations": ("xielu",)},
+}
 RNG = np.random.default_rng(0)
 TOKENS_BT = RNG.integers(24, size=SHAPE_BT).astype(np.int32)
 SEGMENT_BT = np.array([[1] * 5 + [2] * 3, [1] * 8], np.int32)
@@ -105,6 +110,8 @@ def on_one_device(family, **changes):
     slow("gpt_neox", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
     slow("falcon", {"fsdp": 2, "tensor": 4}, "all_gather"),
     ("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
+    slow("nanochat", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    ("qwen3", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),  # with xIELU
     slow("cohere2", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
   ],
 )

@@ -7,6 +7,7 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  apertus,
   bamba,
   cohere,
   deepseek,
@@ -28,6 +29,7 @@ from maxlite.hf.families import (
   minimax,
   mistral4,
   mixtral,
+  nanochat,
   olmo,
   opt,
   phi,
@@ -70,5 +72,7 @@ for _file in (
   granite_hybrid,
   lfm2,
   llama4,
+  nanochat,
+  apertus,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
