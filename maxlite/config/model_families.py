@@ -9,7 +9,7 @@ import dataclasses
 from typing import Literal
 
 # Sections of ModelConfig that only some layouts read.
-Section = Literal["mla", "gdn", "mamba", "short_conv", "cycle"]
+Section = Literal["mla", "gdn", "mamba", "multipliers", "short_conv", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +107,7 @@ _QWEN3_NEXT = ModelFamily(
   zero_centred_norms=True,
 )
 _GRANITE_HYBRID = ModelFamily(layout="listed_attention", sections=("mamba",), global_rope=False)
+_NEMOTRON_H = ModelFamily(layout="hybrid_pattern", sections=("mamba",), global_rope=False)
 _LFM2 = ModelFamily(_HEAD_NORM, layout="listed_attention", sections=("short_conv",))
 _LLAMA4 = ModelFamily(
   moe=MoeForm(scales_inputs=True),
@@ -165,6 +166,10 @@ MODELS: dict[str, ModelFamily] = {
   "bamba": ModelFamily(layout="listed_attention", sections=("mamba",)),
   # The configuration and code published with Granite 4.0 H (2025), dense.
   "granite_hybrid": _GRANITE_HYBRID,
+  # Nemotron-H (2025), section 2.1: layers that are only a mixer or only an MLP.
+  "nemotron_h": _NEMOTRON_H,
+  # Falcon-H1 (2025), sections 2.1 and 3.2.2: attention and state-space layers in parallel.
+  "falcon_h1": ModelFamily(layout="attention_beside_mamba", sections=("mamba", "multipliers")),
   # LFM2 Technical Report (2025), section 2: short convolutions and attention.
   "lfm2": _LFM2,
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
@@ -218,6 +223,8 @@ MODELS: dict[str, ModelFamily] = {
   "qwen3_5_moe": _QWEN3_NEXT,
   # Granite 4.0 H Tiny and Small (2025).
   "granite_moe_hybrid": dataclasses.replace(_GRANITE_HYBRID, moe=MoeForm()),
+  # Nemotron 3 Nano (2025), section 2.1.
+  "nemotron_h_moe": dataclasses.replace(_NEMOTRON_H, moe=MoeForm()),
   # LFM2-8B-A1B and LFM2-24B-A2B.
   "lfm2_moe": dataclasses.replace(_LFM2, moe=MoeForm()),
   # Gemma 4 26B-A4B (2026).

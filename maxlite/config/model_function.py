@@ -79,8 +79,10 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
       unused |= set(flatten(getattr(cfg, section)))
   if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
-  if not family.reads("mamba") and not family.reads("short_conv"):
+  if family.layout != "listed_attention":
     unused |= {"attention_layers"}
+  if family.layout != "hybrid_pattern":
+    unused |= {"hybrid_override_pattern"}
   return unused
 
 

@@ -50,6 +50,11 @@ class MixerSpec:
     """Products per token of a row, besides those with parameters."""
     raise NotImplementedError
 
+  @property
+  def parts(self) -> tuple["MixerSpec", ...]:
+    """The mixers that it consists of: itself, or several that work in parallel."""
+    return (self,)
+
   def scanned_with(self, other: "MixerSpec") -> "MixerSpec":
     """One spec for mixers of the same scan, which has the same parameters for both."""
     raise NotImplementedError(f"{self} and {other} in one scan")
@@ -204,6 +209,31 @@ class MambaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionBesideMambaSpec(MixerSpec):
+  """Attention and a state-space layer of one input, with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:AttentionBesideMamba"
+  name: ClassVar[str] = "attention_beside_mamba"
+  shares_scope: ClassVar[bool] = True
+  is_recurrent: ClassVar[bool] = True
+
+  attention: AttentionSpec
+  mamba: MambaSpec
+
+  @property
+  def parts(self) -> tuple[MixerSpec, ...]:
+    return self.attention, self.mamba
+
+  @property
+  def kv_channels(self) -> int:
+    return self.attention.kv_channels
+
+  @property
+  def head_channels(self) -> int:
+    return self.attention.head_channels
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
   """A gated convolution over few positions; its size is cfg.short_conv."""
 
@@ -213,6 +243,17 @@ class ShortConvSpec(MixerSpec):
 
   def macs_per_token(self, row_length: int) -> float:
     return 0  # elementwise operations are not counted
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMixerSpec(MixerSpec):
+  """The layer is only a feed-forward."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+  def macs_per_token(self, row_length: int) -> float:
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +279,13 @@ class MlpSpec(FeedForwardSpec):
   hidden_dim: int
   limit: float = 0.0  # of the activation's input; 0: none
   has_bias: bool = False  # both projections have one
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledMlpSpec(MlpSpec):
+  """An MLP with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:ScaledMlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,12 +317,31 @@ class MoeBesideMlpSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoFeedForwardSpec(FeedForwardSpec):
+  """The layer is only a mixer."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
-  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream."""
+  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream.
+
+  One of the two may be missing.
+  """
 
   mixer: MixerSpec
   feed_forward: FeedForwardSpec
   has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
+
+  @property
+  def has_mixer(self) -> bool:
+    return not isinstance(self.mixer, NoMixerSpec)
+
+  @property
+  def has_feed_forward(self) -> bool:
+    return not isinstance(self.feed_forward, NoFeedForwardSpec)
 
   @property
   def sums(self) -> tuple[str, ...]:

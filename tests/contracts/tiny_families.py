@@ -142,6 +142,27 @@ FAMILY_KEYS = {
     "shared_experts": 1,
     "residual_multiplier": 0.5,
   },
+  "falcon_h1": {
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.75,
+    "key_multiplier": -0.5,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.625,
+    "ssm_multipliers": (0.75, 1.25, 0.5, 1.5, 0.875),
+    "mlp_multipliers": (0.875, 1.125),
+  },
+  "nemotron_h": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "M-M-*M",
+    "mlp_activations": ("squared_relu",),
+  },
+  "nemotron_h_moe": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "MEME*-",
+    "mlp_activations": ("squared_relu",),
+    "shared_experts": 1,
+    "router": "sigmoid_group_topk",
+  },
   "lfm2": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
   "lfm2_moe": {
     "base_num_decoder_layers": 4,

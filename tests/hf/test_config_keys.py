@@ -173,6 +173,33 @@ MEANINGS = [
     {"attention_layers": (1,), "shared_experts": 2},
   ),
   ("granitemoehybrid", "", {"position_embedding_type": "nope"}, {"attention_layers": (1,)}),
+  (
+    "nemotron_h",
+    "layers_block_type",
+    {"hybrid_override_pattern": "MEME*-MM", "num_hidden_layers": 3},
+    {"hybrid_override_pattern": "MEME*-MM", "base_num_decoder_layers": 8},
+  ),
+  (
+    "nemotron_h",
+    "",
+    {
+      "hybrid_override_pattern": "M*",
+      "layers_block_type": ["mamba", "moe", "mamba", "moe", "attention", "mlp", "mamba", "mamba"],
+    },
+    {"hybrid_override_pattern": "MEME*-MM"},
+  ),
+  ("nemotron_h", "time_step_min", {}, {"mamba_num_groups": 2, "shared_experts": 2}),
+  ("nemotron_h", "", {"attention_head_dim": 4, "num_nextn_predict_layers": 1}, {"head_dim": 4}),
+  ("falcon_h1", "mamba_d_head", {}, {"mamba_head_dim": 4}),
+  ("falcon_h1", "mamba_d_ssm", {"mamba_d_ssm": None}, {"mamba_num_heads": 8}),
+  (
+    "falcon_h1",
+    "mlp_multipliers",
+    {"ssm_multipliers": None, "key_multiplier": 2.0},
+    {"mlp_multipliers": (1.0, 1.0), "ssm_multipliers": (1.0,) * 5, "key_multiplier": 2.0},
+  ),
+  ("falcon_h1", "mamba_norm_before_gate", {}, {"mamba_norm": "before_gate"}),
+  ("falcon_h1", "", {"lm_head_multiplier": 0.5}, {"logits_scaling": 2.0}),
   ("lfm2", "layer_types", {"full_attn_idxs": [2, 9]}, {"attention_layers": (2,)}),
   ("lfm2", "intermediate_size", {"block_ff_dim": 24}, {"base_mlp_dim": 16}),
   ("lfm2", "", {"block_ffn_dim_multiplier": None}, {"base_mlp_dim": 16}),
@@ -260,6 +287,17 @@ REFUSED = [
   ),
   ("granitemoehybrid", {"shared_intermediate_size": 20}, "only multiples of intermediate_size=12"),
   ("granitemoehybrid", {"layer_types": ["linear_attention"]}, "has layer_types"),
+  ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "has layers_block_type=.* M .linear_att"),
+  ("nemotron_h", {"layers_block_type": []}, r"has layers_block_type=\[\]"),
+  ("nemotron_h", {"time_step_limit": [0.001, 1.0]}, r"time_step_limit=\[0.001, 1.0\]"),
+  ("nemotron_h", {"attention_head_dim": 8}, "attention_head_dim=8"),
+  ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size=8"),
+  ("nemotron_h", {"moe_shared_expert_intermediate_size": 20}, "only multiples of moe_intermediate"),
+  ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+  ("falcon_h1", {"mamba_d_ssm": 16}, "mamba_n_heads=8, but 16 channels"),
+  ("falcon_h1", {"lm_head_multiplier": -1.0}, "lm_head_multiplier=-1.0"),
+  ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers=.*5 numbers"),
+  ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True"),
   ("lfm2", {"layer_types": ["conv", "sliding_attention"] * 2}, "has layer_types"),
   ("lfm2", {"conv_bias": True}, "conv_bias=True"),
   ("lfm2_moe", {"layer_types": None}, "layer_types=null"),
@@ -399,6 +437,14 @@ def test_dense_layers_beside_gated_delta_nets_are_listed(step, listed, dense):
   _, hf = find_family(cfg)
   assert (hf["decoder_sparse_step"], hf["mlp_only_layers"]) == (1, dense)
   assert hf["intermediate_size"] == given["intermediate_size"]
+
+
+@pytest.mark.hf
+@needs_transformers
+def test_layers_that_are_not_listed_are_those_of_the_config_class():
+  values = without(config_of("nemotron_h"), "layers_block_type")
+  keys = FAMILIES["nemotron_h"].config_from_hf(values)
+  assert keys["hybrid_override_pattern"] == config_class("nemotron_h")().hybrid_override_pattern
 
 
 def test_units_with_the_same_dense_layers_are_one_stack():

@@ -73,8 +73,32 @@ class MambaConfig:
   mamba_conv_kernel_dim: int = model_field(
     4, "Positions that the convolution of queries, keys and values covers.", low=1
   )
+  mamba_norm: str = model_field(
+    "after_gate",
+    "RMSNorm of a layer's output over each group of heads: `after_gate`, `before_gate`, or `none` "
+    "(Falcon-H1).",
+    choices=("after_gate", "before_gate", "none"),
+  )
   mamba_chunk_size: int = field(
     128, "Positions per chunk, within which the recurrence is matrix products.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiplierConfig:
+  """Fixed factors of attention, state-space layers and MLPs; read if the model family has them."""
+
+  attention_in_multiplier: float = model_field(1.0, "Factor of the input of attention.")
+  attention_out_multiplier: float = model_field(1.0, "Factor of the output of attention.")
+  key_multiplier: float = model_field(1.0, "Factor of the keys of attention.")
+  ssm_in_multiplier: float = model_field(1.0, "Factor of the input of a state-space layer.")
+  ssm_out_multiplier: float = model_field(1.0, "Factor of the output of a state-space layer.")
+  ssm_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0, 1.0, 1.0, 1.0),
+    "Factors of a state-space layer's projections: gate, value, key, query and step.",
+  )
+  mlp_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0), "Factors of an MLP's gate, before its activation, and of its output."
   )
 
 
@@ -226,6 +250,11 @@ class ModelConfig:
     "layers (bamba, granite_hybrid, granite_moe_hybrid) or short convolutions (lfm2, lfm2_moe).",
     low=0,
   )
+  hybrid_override_pattern: str = model_field(
+    "",
+    "A letter for each layer of families whose layers have one part (nemotron_h, nemotron_h_moe): "
+    "`M` a state-space layer, `*` attention, `-` an MLP, `E` experts.",
+  )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
   head_dim: int = model_field(32, "Channels per attention head.", low=2)
@@ -328,6 +357,7 @@ class ModelConfig:
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
   mamba: MambaConfig = MambaConfig()
+  multipliers: MultiplierConfig = MultiplierConfig()
   short_conv: ShortConvConfig = ShortConvConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
@@ -342,6 +372,8 @@ class ModelConfig:
     """Whether any layer has an MLP of base_mlp_dim."""
     if self.family.moe is None or self.family.moe.beside_mlp:
       return True
+    if self.family.layout == "hybrid_pattern":
+      return "-" in self.hybrid_override_pattern
     moe = self.moe
     return bool(
       moe.mlp_only_layers or moe.first_num_dense_layers > 0 or moe.interleave_moe_layer_step > 1
