@@ -222,7 +222,8 @@ def _rope(model: ModelConfig, head_dim: int) -> RopeConfig:
   if model.family.reads("mla"):
     num_pairs = 1
   original = rope.original_max_position_embeddings
-  if rope.rope_type == "yarn":  # else no frequency would change
+  # Else no frequency, and no query, would change.
+  if rope.rope_type == "yarn" or rope.query_scaling_beta:
     original = min(original, 8)
   return dataclasses.replace(
     rope,

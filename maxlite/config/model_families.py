@@ -57,6 +57,7 @@ class ModelFamily:
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
   global_rope: bool = True  # whether layers that attend globally have a rotary embedding
+  reversed_rope: bool = False  # its angles are negative
   # Local layers attend within chunks of sliding_window_size positions of a document.
   chunked: bool = False
   # Only global layers scale their queries by query_scaling_beta, and count positions from 1.
@@ -70,6 +71,8 @@ class ModelFamily:
   parallel: Literal["", "own_norms", "one_norm"] = ""
   norm: Literal["rms", "layer"] = "rms"  # LayerNorm subtracts the mean too
   norm_bias: bool = False  # of LayerNorm
+  norm_scale: bool = True  # of RMSNorm
+  embedding_norm: bool = False  # the embeddings are normalised
   mlp_bias: bool = False  # both projections of the MLP have biases
   unembed_bias: bool = False  # the logits have one
   pre_norms: bool = True  # normalise the inputs of mixer and feed-forward
@@ -145,6 +148,13 @@ MODELS: dict[str, ModelFamily] = {
   "olmo2": _OLMO2,
   # Olmo Team, Olmo 3 (2025), section 3.2.
   "olmo3": dataclasses.replace(_OLMO2, global_layer_every=4),
+  # The configuration and code published with nanochat (2025).
+  "nanochat": ModelFamily(
+    AttentionForm(qk_norm="head", norm_after_rope=True, norm_scale=False),
+    norm_scale=False,
+    embedding_norm=True,
+    reversed_rope=True,
+  ),
   # LG AI Research, EXAONE 4.0 (2025), section 2.1; the smaller model has only global layers.
   "exaone4": dataclasses.replace(_EXAONE4, global_layer_every=4, global_rope=False),
   "exaone4_global": _EXAONE4,

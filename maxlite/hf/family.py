@@ -134,7 +134,9 @@ ACTIVATIONS = {
   "quick_gelu": "quick_gelu",
   "relu": "relu",
   "relu2": "squared_relu",
+  "xielu": "xielu",
 }
+WITH_TENSORS = ("xielu",)  # of which only some families have the names
 DECODER_KEYS: Sequence[Key] = (
   Key("vocab_size", "vocab_size"),
   Key("base_emb_dim", "hidden_size"),
@@ -267,6 +269,8 @@ class HfFamily:
   extra_ignored: Callable[[ModelConfig], Sequence[str]] = _no_more_ignored
   mtp: MtpTensors | None = None  # of the layers of multi-token prediction, if it may have them
   unread: Sequence[str] = ()  # keys of config.json without effect in this family
+  # Tensors of every layer, relative to it, that hold a number which our model has as a constant.
+  constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
   unwritten: Sequence[str] = ()  # keys of most families that this one's config.json does not have
   # Rules in place of those of `block` for the same parameters, where a folder has their tensors.
   alternatives: Sequence[TensorRule] = ()
@@ -360,13 +364,14 @@ class HfFamily:
     found = hf.get(self.activation_key)
     name = self.activation
     if not name:
-      name = next((name for name in ACTIVATIONS if found in (name, *SYNONYMS.get(name, ()))), "")
-    elif found not in (*self.activation_aliases, *SYNONYMS[name]):
+      supported = [name for name in ACTIVATIONS if name not in WITH_TENSORS]
+      name = next((name for name in supported if found in (name, *SYNONYMS.get(name, ()))), "")
+    elif found not in (*self.activation_aliases, *SYNONYMS.get(name, ())):
       hf.require(**{self.activation_key: name})
     if not name:
       raise UserError(
         f"config.json has {self.activation_key}={found!r}, but maxlite supports only "
-        f"{', '.join(ACTIVATIONS)} here: choose another checkpoint"
+        f"{', '.join(supported)} here: choose another checkpoint"
       )
     ours = ACTIVATIONS[name]
     return (ours, "linear") if self.is_gated else (ours,)

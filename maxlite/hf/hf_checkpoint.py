@@ -1,6 +1,7 @@
 """Convert parameters from and to the weights of a Hugging Face checkpoint, in chunks."""
 
 import dataclasses
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from maxlite.hf.tensor_mapping import TensorMapping, tensor_mappings, tensor_sha
 from maxlite.hf.text_model import quantization_of
 from maxlite.storage.json_values import Json
 
+ROUNDING = 2**-8  # of bfloat16
 VOCAB = "v"  # the axis along which our arrays may be larger
 Read = Callable[[str, Index], np.ndarray]  # reads the part of the parameter `path` at an index
 
@@ -53,6 +55,7 @@ def params_from_hf(
     mappings.append(_with_vocab_size(mapping, vocab_size))
   by_name = {mapping.tensor: mapping for mapping in mappings}
   unexpected = {name for name in set(tensors) - set(by_name) if not _is_ignored(family, cfg, name)}
+  unexpected -= _constants(directory, family, cfg, tensors)
   if family.mtp is not None:
     unexpected -= _copies_in_mtp_layers(directory, family, cfg, tensors, by_name)
     unexpected -= _tensors_of_unread_mtp_layers(family.mtp, cfg, tensors)
@@ -104,6 +107,35 @@ def _is_ignored(family: HfFamily, cfg: ModelConfig, tensor: str) -> bool:
   return any(re.fullmatch(pattern, tensor) for pattern in patterns)
 
 
+def _constants(
+  directory: Path, family: HfFamily, cfg: ModelConfig, tensors: Mapping[str, TensorEntry]
+) -> set[str]:
+  """Return the tensors that hold the constants of `family`.
+
+  Raises:
+    UserError: one has another value.
+  """
+  found = set()
+  for name, value in _constants_of(family, cfg):
+    if name not in tensors:
+      continue
+    stored = float(tensors[name].read_rows(0, 1).item())
+    if not math.isclose(stored, value, rel_tol=ROUNDING):
+      raise UserError(
+        f"{directory} has {name}={stored}, but maxlite supports only {value} there: choose another "
+        "checkpoint"
+      )
+    found.add(name)
+  return found
+
+
+def _constants_of(family: HfFamily, cfg: ModelConfig) -> Iterator[tuple[str, float]]:
+  """Yield (name of a tensor, its number) of all layers."""
+  for layer in range(cfg.base_num_decoder_layers):
+    for name, value in family.constants.items():
+      yield family.layer_prefix.format(layer=layer) + name, value
+
+
 def write_weights(
   directory: Path,
   family: HfFamily,
@@ -117,7 +149,13 @@ def write_weights(
   `read` is called once for each layer of a parameter, or for a parameter that is not stacked.
   """
   mappings = tensor_mappings(family, cfg, params, copies=True)
-  writer = FolderWriter(directory, described(mappings), **options)
+  tensors = described(mappings)
+  constants = dict(_constants_of(family, cfg))
+  dtype = np.dtype(params["embed/embedding"].dtype)
+  tensors |= dict.fromkeys(constants, (dtype, ()))
+  writer = FolderWriter(directory, tensors, **options)
+  for name, value in constants.items():
+    writer.write_rows(name, 0, np.array([value], dtype))
   write_tensors(writer, mappings, params, read)
 
 

@@ -27,6 +27,7 @@ class RopeSpec:
   num_channels: int  # of a head that rotate, the first ones
   config: RopeConfig
   rotates: bool = True  # else all angles are 0
+  is_reversed: bool = False  # all angles are negative
 
 
 @dataclasses.dataclass(frozen=True)

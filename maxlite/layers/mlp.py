@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.layer_specs import MlpSpec
 from maxlite.layers.linear import Linear, LinearClass
+from maxlite.layers.xielu import XieluParameters, xielu
 from maxlite.sharding import ROWS, Sharder
 
 Activation = Callable[..., jax.Array]  # Maps arrays of one shape to one array of that shape.
@@ -31,7 +32,10 @@ ACTIVATIONS: dict[str, Activation] = {
   "quick_gelu": _quick_gelu,
   "relu": jax.nn.relu,
   "squared_relu": _squared_relu,
+  "xielu": xielu,  # of its parameters too
 }
+# The modules that return the parameters of activations that have some.
+_PARAMETERS = {"xielu": XieluParameters}
 # By the name of the second activation: what is added to the linear part of a gated MLP.
 _SHIFTS = {"linear": 0.0, "linear_plus_one": 1.0}
 
@@ -39,6 +43,7 @@ _SHIFTS = {"linear": 0.0, "linear_plus_one": 1.0}
 def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
   """The function of the input projections, one for each of `names`, that gives the hidden layer.
 
+  Parameters of the activation follow the projections.
   With a `limit`, the activation's input is clamped from above and the linear part on both sides.
   """
   activate = ACTIVATIONS[names[0]]
@@ -48,8 +53,8 @@ def build_activation(names: tuple[str, ...], limit: float = 0.0) -> Activation:
     low = -limit
     high = limit
 
-  def ungated(h: jax.Array) -> jax.Array:
-    return activate(jnp.clip(h, max=high))
+  def ungated(h: jax.Array, *parameters: jax.Array) -> jax.Array:
+    return activate(jnp.clip(h, max=high), *parameters)
 
   if len(names) == 1:
     return ungated
@@ -132,6 +137,10 @@ class MLP(nn.Module):
       )
       up_BTF = checkpoint_name(wi(x_BTD), "mlpwi")
       up.append(self.sharder.constrain(up_BTF, (*ROWS, "activation_mlp")))
+    parameters = _PARAMETERS.get(activations[0])
+    if parameters is not None:
+      module = parameters(jnp.dtype(self.cfg.weight_dtype), name=activations[0])
+      up.extend(module())
     activation = build_activation(activations, self.spec.limit)
     barrier = self.sharder.platform != "gpu" or self.cfg.remat_policy == "none"
     h_BTF = checkpointed_activation(activation, barrier, tuple(up))

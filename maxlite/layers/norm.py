@@ -106,6 +106,6 @@ def build_norm(
     cfg.normalization_layer_epsilon,
     weight_dtype,
     family.zero_centred_norms,
-    has_scale,
+    has_scale and family.norm_scale,
     name=name,
   )

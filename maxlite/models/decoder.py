@@ -58,6 +58,8 @@ class Decoder(nn.Module):
     weight_dtype = jnp.dtype(cfg.weight_dtype)
     linear = self.linear or linear_class(cfg)
     self.embed = Embed(cfg, self.sharder)
+    if cfg.family.embedding_norm:
+      self.embedding_norm = build_norm(cfg)
     if cfg.family.positions == "learned":
       self.position_embed = PositionEmbed(cfg, self.sharder)
     if any(layer.has_per_layer_input for layer in layer_specs(cfg)):
@@ -131,6 +133,8 @@ class Decoder(nn.Module):
   ) -> tuple[jax.Array, LayerSums]:
     """(x_BTD after the final norm, sums of the layers stacked along a leading axis N)."""
     x_BTD = self.embed(tokens_BT)
+    if self.cfg.family.embedding_norm:
+      x_BTD = self.embedding_norm(x_BTD)
     if self.cfg.family.positions == "learned":
       x_BTD += self.position_embed(position_BT)
     inputs = self._inputs(segment_BT, position_BT)

@@ -51,6 +51,8 @@ def rope_by_name(position_BT: jax.Array, layers: Iterable[LayerSpec]) -> dict[st
       rotated = RopeTables(
         cos_BTC=jnp.ones_like(rotated.cos_BTC), sin_BTC=jnp.zeros_like(rotated.sin_BTC)
       )
+    if spec.is_reversed:
+      rotated = rotated._replace(sin_BTC=-rotated.sin_BTC)
     tables[spec.name] = rotated
   return tables
 

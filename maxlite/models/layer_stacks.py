@@ -355,7 +355,7 @@ def _rope(cfg: ModelConfig, head_dim: int) -> RopeSpec:
   num_channels = head_dim
   if cfg.rope.rope_type != "proportional":  # which leaves a part of the pairs as they are
     num_channels = int(head_dim * cfg.rope.partial_rotary_factor)
-  return RopeSpec("main", num_channels, cfg.rope)
+  return RopeSpec("main", num_channels, cfg.rope, is_reversed=cfg.family.reversed_rope)
 
 
 def _without_rotation(rope: RopeSpec) -> RopeSpec:

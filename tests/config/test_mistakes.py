@@ -218,6 +218,17 @@ MISTAKES = (
     ("rope_truncate=false",): ("only read by yarn", "rope_truncate=true"),
     ("rope_type=linear", "rope_factor=1"): ("rope_factor=1.0", "rope_type=default"),
     ("trainable_position_size=8",): ("decoder_block=mixtral", "trainable_position_size=0"),
+    ("decoder_block=llama4", "num_experts_per_tok=1", "norm_topk_prob=false"): (
+      "sliding_window_size=0",
+      "write sliding_window_size=8192",
+    ),
+    ("decoder_block=llama4", "sliding_window_size=8"): ("num_experts_per_tok=2", "write num_exp"),
+    ("decoder_block=llama4", "sliding_window_size=8", "num_experts_per_tok=1"): (
+      "norm_topk_prob=true",
+      "write norm_topk_prob=false",
+    ),
+    ("mlp_activations=[xielu]",): ("decoder_block=mixtral", "only supported in dense MLPs"),
+    ("decoder_block=llama", "mlp_activations=[xielu, linear]"): ("mlp_activations=", "dense MLPs"),
     ("decoder_block=gpt2",): ("trainable_position_size=0", "write trainable_position_size="),
     ("decoder_block=opt", "trainable_position_size=64", "max_target_length=128"): (
       "longer rows have positions without an embedding",

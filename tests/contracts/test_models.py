@@ -107,6 +107,8 @@ NOT_DECAYED = {
   "decay_bias",
   "decay_rate",
   "step_bias",
+  "positive_scale",
+  "negative_scale",
   "skip_scale",
   "query_conv_bias",
   "key_conv_bias",

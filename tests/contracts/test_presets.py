@@ -10,6 +10,8 @@ from maxlite.metrics.flops import active_parameter_count, parameter_sizes
 
 # Total and active parameters.
 PUBLISHED = {
+  "apertus-70b": (70_599_864_480, 70_599_864_480),
+  "apertus-8b": (8_053_338_176, 8_053_338_176),
   "bamba-9b": (9_780_235_392, 9_780_235_392),
   "command-r-35b": (34_980_831_232, 34_980_831_232),
   "command-r-plus-104b": (103_810_674_688, 103_810_674_688),
@@ -70,6 +72,8 @@ PUBLISHED = {
   "mistral-7b": (7_241_732_096, 7_241_732_096),
   "mistral-small-4-119b": (118_972_826_624, 6_632_588_288),
   "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+  "nanochat-d20-561m": (560_988_160, 560_988_160),
+  "nanochat-d32-1.9b": (1_879_048_192, 1_879_048_192),
   "nemotron-h-8b": (8_100_852_736, 8_100_852_736),
   "nemotron-nano-9b-v2": (8_888_227_328, 8_888_227_328),
   "nemotron3-nano-30b-a3b": (31_577_940_288, 3_580_076_352),

@@ -119,6 +119,7 @@ FAMILY_KEYS = {
   "hunyuan_moe": {"shared_experts": 1},
   "llama4": _LLAMA4,
   "llama4_maverick": _LLAMA4 | {"interleave_moe_layer_step": 2, "base_num_decoder_layers": 6},
+  "nanochat": {"mlp_activations": ("squared_relu",), "final_logits_soft_cap": 3.0},
   "gpt2": {"mlp_activations": ("gelu",), "trainable_position_size": 16},
   "opt": {"mlp_activations": ("relu",), "trainable_position_size": 16},
   "starcoder2": {"mlp_activations": ("gelu",), "sliding_window_size": 3},

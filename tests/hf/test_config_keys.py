@@ -129,15 +129,13 @@ MEANINGS = [
   ("phi", "rope_parameters", {}, {"partial_rotary_factor": 0.5}),
   ("starcoder2", "", {"sliding_window": None}, {"sliding_window_size": 0}),
   ("falcon", "", {"num_kv_heads": 2}, {"base_num_kv_heads": 1}),
-  ("cohere", "use_qk_norm", {}, {"decoder_block": "cohere"}),
-  ("cohere", "", {"use_qk_norm": None}, {"decoder_block": "cohere"}),
+  ("apertus", "rope_parameters", {}, {"rope_type": "llama3.1", "rope_max_timescale": 12e6}),
+  ("nanochat", "", {"final_logit_softcapping": None}, {"final_logits_soft_cap": 0.0}),
   ("cohere", "rope_parameters", {}, {"rope_max_timescale": 500_000.0}),
   ("cohere2", "layer_types", {"sliding_window_pattern": 4}, {"logits_scaling": 1 / 0.3}),
   ("llama4_text", "moe_layers", {}, {"interleave_moe_layer_step": 2}),
-  ("llama4_text", "", {"moe_layers": [1, 2, 9]}, {"mlp_only_layers": (0, 3, 4, 5)}),
   ("llama4_text", "", {"use_qk_norm": False}, {"decoder_block": "llama4_maverick"}),
   ("llama4_text", "", {"attn_temperature_tuning": False}, {"query_scaling_beta": 0.0}),
-  ("llama4_text", "", {"attn_temperature_tuning": 4}, {"original_max_position_embeddings": 3}),
   ("llama4_text", "layer_types", {"no_rope_layers": []}, {"sliding_window_size": 4}),
   (
     "llama4_text",
@@ -324,6 +322,10 @@ REFUSED = [
   ("falcon", {"alibi": True}, "alibi=True, bias=False, parallel_attn=True"),
   ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads=2"),
   ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2"),
+  ("apertus", {"hidden_act": "silu"}, "hidden_act='silu'"),
+  ("arcee", {"hidden_act": "xielu"}, "hidden_act='xielu'"),
+  ("nanochat", {"attention_bias": True}, "attention_bias=True"),
+  ("nanochat", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0"),
   ("cohere", {"logit_scale": -0.5}, "logit_scale=-0.5"),
   ("cohere", {"sliding_window": 4}, "sliding_window=4"),
   ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
@@ -375,6 +377,19 @@ def test_dense_layers_are_the_first_ones_and_all_but_every_nth():
   assert keys_of(2, [0, 1, 2]) == (2, 2)
   assert keys_of(2, [0, 2]) == (0, 2)
   assert keys_of(1, [0, 1, 2, 4, 6]) == (2, 2)
+
+
+def test_layers_with_experts_of_llama_4_may_be_any():
+  keys = FAMILIES["llama4_text"].config_from_hf(
+    config_of("llama4_text") | {"moe_layers": [1, 2, 9]}
+  )
+  assert keys["mlp_only_layers"] == (0, 3, 4, 5)
+
+
+def test_the_number_that_published_files_of_llama_4_have_for_true_is_read():
+  published = config_of("llama4_text") | {"attn_temperature_tuning": 4}
+  keys = FAMILIES["llama4_text"].config_from_hf(published)
+  assert (keys["query_scaling_beta"], keys["original_max_position_embeddings"]) == (0.5, 3)
 
 
 def test_other_dense_layers_are_listed_and_survive_the_export():
@@ -479,7 +494,7 @@ def test_defaults_are_those_of_the_config_class(model_type):
   expected |= {"rotary_pct": rope.get("partial_rotary_factor"), "rotary_emb_base": thetas["global"]}
   if model_type == "gpt_oss":  # set where the field is null
     expected["rope_parameters"] = without(cls().rope_parameters, "rope_theta")
-  if model_type in ("ministral3", "mistral4"):
+  if model_type in ("ministral3", "mistral4", "apertus"):
     names = family.defaults["rope_parameters"]
     expected["rope_parameters"] = {name: cls().rope_parameters[name] for name in names}
   for name, default in family.defaults.items():

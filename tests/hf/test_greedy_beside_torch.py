@@ -21,7 +21,7 @@ NUM_PROMPT = 7
 PENALTY = 4.0  # of repeated tokens; without it, such small models soon repeat one
 MODELS = (
   *("ernie4_5", "flex_olmo", "glm", "glm4", "granite", "granitemoeshared", "hunyuan_v1_dense"),
-  *("hunyuan_v1_moe", "ministral3"),
+  *("hunyuan_v1_moe", "ministral3", "llama4_text", "cohere", "apertus", "nanochat"),
 )
 
 

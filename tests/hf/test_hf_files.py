@@ -161,6 +161,16 @@ def test_weights_without_an_output_projection_have_no_prefix(tmp_path, model_typ
     np.testing.assert_array_equal(array, tensors[name])
 
 
+def test_a_constant_of_xielu_with_another_value_raises(tmp_path):
+  folder = shutil.copytree(FIXTURES / "apertus", tmp_path / "apertus")
+  tensors = load_file(folder / "model.safetensors")
+  name = "model.layers.1.mlp.act_fn.beta"
+  assert tensors[name] == 0.5
+  save_file(tensors | {name: np.array(0.25, np.float32)}, folder / "model.safetensors")
+  with pytest.raises(UserError, match=r"layers.1.mlp.act_fn.beta=0.25, .* only 0.5"):
+    maxlite.load(folder)
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", slow("gpt_neox")])
 def test_published_names_without_a_prefix_and_masks_are_read(tmp_path, model_type):
   """As in the published files of GPT-2, which have masks, and so have those of Pythia."""

@@ -48,7 +48,8 @@ CHUNKED = {
   "original_max_position_embeddings": 2,
   "normalization_layer_epsilon": 0.1,
 }
-CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED}
+XIELU = {"mlp_activations": ("xielu",)}
+CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED, "qwen3": XIELU}
 RNG = np.random.default_rng(0)
 TOKENS_BT = RNG.integers(24, size=SHAPE_BT).astype(np.int32)
 SEGMENT_BT = np.array([[1] * 5 + [2] * 3, [1] * 8], np.int32)
@@ -105,6 +106,8 @@ def on_one_device(family, **changes):
     slow("gpt_neox", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
     slow("falcon", {"fsdp": 2, "tensor": 4}, "all_gather"),
     ("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
+    slow("nanochat", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    ("qwen3", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),  # with xIELU
     slow("cohere2", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
   ],
 )
@@ -183,3 +186,15 @@ def test_the_embedding_of_the_first_position_follows_the_offset():
   _, _, gradients = on_one_device("opt", **LEARNED)
   used_P = np.abs(gradients["position_embed"]["embedding"]).max(-1) > 0
   np.testing.assert_array_equal(used_P, [False] * 2 + [True] * 8)
+
+
+def test_rematerialization_changes_no_gradient_of_the_numbers_of_xielu():
+  params, value, gradients = on_one_device("qwen3", **XIELU)
+  with jax.enable_x64(True):
+    model = model_of("qwen3", {}, **XIELU, remat_policy="full")
+    got, recomputed = jit(jax.value_and_grad(functools.partial(loss, model)))(params)
+  np.testing.assert_allclose(got, value, rtol=1e-12)
+  for name in ("positive_scale", "negative_scale"):
+    want_N1 = gradients["layers"]["mlp"]["xielu"][name]
+    assert (np.abs(want_N1) > 1e-3).all()
+    np.testing.assert_allclose(recomputed["layers"]["mlp"]["xielu"][name], want_N1, rtol=1e-9)

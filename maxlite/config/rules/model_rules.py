@@ -465,6 +465,12 @@ def mlp(cfg: Config) -> Violations:
       ["mlp_activations"],
       "must be one activation, or one and `linear`; write mlp_activations=[silu, linear]",
     )
+  family = cfg.model.family
+  if "xielu" in activations and (is_gated or family.is_moe or family.reads("cycle")):
+    yield Violation(
+      ["mlp_activations", "decoder_block"],
+      "xielu is only supported in dense MLPs without a gate; write mlp_activations=[silu, linear]",
+    )
 
 
 def memory(cfg: Config) -> Violations:

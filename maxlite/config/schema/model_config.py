@@ -262,10 +262,11 @@ class ModelConfig:
   mlp_activations: tuple[str, ...] = model_field(
     ("silu", "linear"),
     "Activation of the MLP (`gelu` is the tanh form, `exact_gelu` that of the error function, "
-    "`quick_gelu` x sigmoid(1.702 x), `squared_relu` the square of `relu`). With `linear` or "
-    "`linear_plus_one` second, the MLP is gated.",
+    "`quick_gelu` x sigmoid(1.702 x), `squared_relu` the square of `relu`, "
+    "`xielu` that of Apertus, with two trained numbers). With `linear` or `linear_plus_one` "
+    "second, the MLP is gated.",
     choices=(
-      *("silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu"),
+      *("silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu", "xielu"),
       *("linear", "linear_plus_one"),
     ),
   )

@@ -7,6 +7,7 @@ tools/fixtures/hf_parity.py.
 """
 
 from maxlite.hf.families import (
+  apertus,
   bamba,
   cohere,
   deepseek,
@@ -29,6 +30,7 @@ from maxlite.hf.families import (
   minimax,
   mistral4,
   mixtral,
+  nanochat,
   nemotron,
   olmo,
   opt,
@@ -74,5 +76,7 @@ for _file in (
   nemotron,
   falcon_h1,
   llama4,
+  nanochat,
+  apertus,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

@@ -97,7 +97,9 @@ def _with_scaled_input(x_BTD: jax.Array, route: Route) -> tuple[jax.Array, Route
   Source: the code published with Llama 4 (2025).
   """
   assert route.weight_BTK.shape[-1] == 1, route.weight_BTK.shape
-  scaled_BTD = x_BTD * route.weight_BTK.astype(x_BTD.dtype)
+  # In float32, in which the gradient of the weight is summed.
+  wide = accumulator_dtype(x_BTD.dtype)
+  scaled_BTD = (x_BTD.astype(wide) * route.weight_BTK.astype(wide)).astype(x_BTD.dtype)
   return scaled_BTD, route.replace(weight_BTK=jnp.ones_like(route.weight_BTK))
 
 

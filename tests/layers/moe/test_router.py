@@ -114,9 +114,11 @@ def expected_token(router, logits, bias, norm_topk_prob):
     chosen = best(logits + bias, NUM_CHOSEN, every)
     return Routing(softmax(logits), chosen, softmax(logits[chosen]))
   score = softmax(logits)
-  if router == "sigmoid_group_topk":
+  if "sigmoid" in router:
     score = sigmoid(logits)
   choice = score + bias
+  if router == "topk_sigmoid":
+    choice = logits + bias
   among = every
   if router == "group_limited_greedy":
     among = groups_best(choice, 1)
