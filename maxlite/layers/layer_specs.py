@@ -85,24 +85,36 @@ class AttentionSpec(MixerSpec):
   num_kv_heads: int
   head_dim: int
   window: int = 0  # positions that a query attends, including its own; 0: all
+  chunked: bool = False  # of them, only those in its chunk of `window` positions of a document
+  scales_queries: bool = True  # if LayerInputs has a scale
   values_are_keys: bool = False  # before norm and rotary embedding
   num_bias_channels: int = 0  # of queries and keys, in addition to head_dim: see layers/alibi.py
   # It attends to the keys and values that another layer `writes`, and has none; "": to its own.
   reads: str = ""
-  # Layers of one scan have the same parameters but may differ in rope and window: this spec is that
-  # of layers whose `LayerInputs.is_first` is true, `otherwise` that of the others. None: all layers
-  # of the scan are alike.
+  # Layers of one scan have the same parameters but may differ in rope, window and what goes with
+  # them: this spec is that of layers whose `LayerInputs.is_first` is true, `otherwise` that of the
+  # others. None: all layers of the scan are alike.
   otherwise: "AttentionSpec | None" = None
 
   def macs_per_token(self, row_length: int) -> float:
     """Queries by keys and scores by values; a query attends half of its row on average."""
     window = min(self.window or row_length, row_length)
     num_hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number outside of the window
-    return self.num_heads * (row_length / 2 - num_hidden) * 2 * self.head_dim
+    num_keys = window / 2 if self.chunked else row_length / 2 - num_hidden
+    return self.num_heads * num_keys * 2 * self.head_dim
 
   def scanned_with(self, other: MixerSpec) -> "AttentionSpec":
     assert isinstance(other, AttentionSpec), other
-    assert self == dataclasses.replace(other, window=self.window, rope=self.rope), (self, other)
+    alike = dataclasses.replace(
+      other,
+      form=self.form,
+      window=self.window,
+      chunked=self.chunked,
+      scales_queries=self.scales_queries,
+      rope=self.rope,
+    )
+    assert self == alike, (self, other)
+    assert self.form == other.form or not self.form.norm_scale, (self, other)
     if not self.window and other.window:  # a plan counts how many layers have the window
       return other.scanned_with(self)
     return dataclasses.replace(self, otherwise=other)

@@ -286,17 +286,22 @@ def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
 
   In families without local layers, all are local in this sense.
   """
+  form = cfg.family.attention
   rope = _rope(cfg, cfg.head_dim)
   if cfg.family.global_layer_every:
     if not is_local and not cfg.family.global_rope:
       rope = _without_rotation(rope)
+      if form.norms_rotated:
+        form = dataclasses.replace(form, qk_norm="")
     elif is_local and cfg.family.global_rope and cfg.rope.local_rope_max_timescale:
       rope = _local_rope(cfg, rope.num_channels)
   return AttentionSpec(
-    form=cfg.family.attention,
+    form=form,
     num_heads=cfg.base_num_query_heads,
     num_kv_heads=cfg.base_num_kv_heads,
     head_dim=cfg.head_dim,
+    chunked=cfg.family.chunked and is_local,
+    scales_queries=not (cfg.family.scales_global_queries and is_local),
     rope=rope if cfg.family.positions == "rope" else None,
     window=cfg.sliding_window_size if is_local else 0,
     num_bias_channels=BIAS_CHANNELS if cfg.family.positions == "alibi" else 0,

@@ -51,6 +51,7 @@ VARIANTS = (
   *("granitemoehybrid_dense", "granitemoehybrid_rope", "nemotron_h_dense"),
   "nemotron_h_latent",
   *("falcon_h1_without_norm", "falcon_h1_norm_first"),
+  *("llama4_text_maverick", "cohere_plain"),
   *("phi3_longrope", "llama_dynamic", "llama_two_mscales", "deepseek_v2_two_mscales"),
 )
 

@@ -319,6 +319,17 @@ def layer_cycles(cfg: Config) -> Violations:
     )
 
 
+def chunks(cfg: Config) -> Violations:
+  """The rules on families whose local layers attend within chunks."""
+  model = cfg.model
+  if model.family.chunked and model.sliding_window_size == 0:
+    yield Violation(
+      ["sliding_window_size", "decoder_block"],
+      "local layers of this family attend within chunks of this size; write "
+      "sliding_window_size=8192",
+    )
+
+
 def unembed_bias(cfg: Config) -> Violations:
   """The rules on families whose logits have a bias."""
   model = cfg.model
@@ -376,12 +387,14 @@ def rope(cfg: Config) -> Violations:
   rope = cfg.model.rope
   for key in changed_keys(cfg, list(_ROPE_TYPES_OF_KEYS)):
     readers = _ROPE_TYPES_OF_KEYS[key]
+    if key == "query_scaling_beta" and cfg.model.family.scales_global_queries:
+      continue
     if rope.rope_type not in readers:
       yield Violation(
         [key, "rope_type"],
         f"is only read by {' and '.join(readers)}; write {key}={show(DEFAULTS[key])}",
       )
-  if rope.rope_factor == 1 and rope.rope_type in ("linear", "llama3.1", "yarn"):
+  if rope.rope_factor == 1 and rope.rope_type in ("linear", "llama3.1", "llama4", "yarn"):
     yield Violation(
       ["rope_factor", "rope_type"],
       "extends nothing; write rope_type=default, or a larger rope_factor",
@@ -476,6 +489,7 @@ MODEL_RULES = (
   multipliers,
   layer_cycles,
   positions,
+  chunks,
   unembed_bias,
   rope,
   rope_length,

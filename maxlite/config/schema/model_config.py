@@ -146,10 +146,12 @@ class RopeConfig:
   rope_type: str = model_field(
     "default",
     "Context extension by rope_factor: `default` none, `linear` scales all frequencies, "
-    "`llama3.1` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` none, for "
-    "models that extend it only beyond original_max_position_embeddings. `proportional`: none, and "
-    "partial_rotary_factor keeps the frequencies and pairs of the whole head (gemma4).",
-    choices=("default", "linear", "llama3.1", "yarn", "longrope", "dynamic", "proportional"),
+    "`llama3.1`, `llama4` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` "
+    "none, for models that extend it only beyond original_max_position_embeddings. `proportional`: "
+    "none, and partial_rotary_factor keeps the frequencies and pairs of the whole head (gemma4).",
+    choices=(
+      *("default", "linear", "llama3.1", "llama4", "yarn", "longrope", "dynamic", "proportional"),
+    ),
   )
   local_rope_max_timescale: float = model_field(
     0.0,
@@ -198,7 +200,8 @@ class RopeConfig:
   query_scaling_beta: float = model_field(
     0.0,
     "With yarn, queries are multiplied by 1 + this * ln(1 + floor(position / "
-    "original_max_position_embeddings)), as in Mistral Small 4.",
+    "original_max_position_embeddings)), as in Mistral Small 4. In llama4 with any rope_type, in "
+    "layers without a rotary embedding, and positions count from 1.",
     low=0,
   )
 
@@ -322,7 +325,8 @@ class ModelConfig:
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
-    "families that have them (exaone4, gemma2, gemma3, gemma4, gpt_oss, olmo3); 0: all.",
+    "families that have them (cohere2, exaone4, gemma2, gemma3, gemma4, gpt_oss, olmo3); 0: all. "
+    "In llama4 the size of the chunks of a document within which its local layers attend.",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)

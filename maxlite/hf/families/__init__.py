@@ -25,6 +25,7 @@ from maxlite.hf.families import (
   hunyuan,
   lfm2,
   llama,
+  llama4,
   minimax,
   mistral4,
   mixtral,
@@ -72,5 +73,6 @@ for _file in (
   lfm2,
   nemotron,
   falcon_h1,
+  llama4,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}
