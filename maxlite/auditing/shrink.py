@@ -209,6 +209,7 @@ def _moe(moe: MoeConfig) -> MoeConfig:
     num_experts_per_tok=num_chosen,
     base_moe_mlp_dim=8,
     shared_experts=min(moe.shared_experts, 2),
+    moe_latent_size=min(moe.moe_latent_size, 8),
     n_routing_groups=num_groups,
     topk_routing_group=num_chosen_groups,
     ragged_buffer_factor=-1.0,

@@ -27,7 +27,7 @@ class ScaledLinear(nn.Module):
   linear: LinearClass = Linear
 
   def setup(self) -> None:
-    self.base = self.linear(
+    self.unscaled = self.linear(
       self.cfg,
       self.sharder,
       features=self.features,
@@ -35,10 +35,10 @@ class ScaledLinear(nn.Module):
       num_in=self.num_in,
       use_bias=self.use_bias,
     )
-    nn.share_scope(self, self.base)
+    nn.share_scope(self, self.unscaled)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return times(self.base(x), self.factor)
+    return times(self.unscaled(x), self.factor)
 
 
 @dataclasses.dataclass(frozen=True)

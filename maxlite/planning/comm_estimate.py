@@ -417,7 +417,8 @@ def _dispatch_tokens(step: _Step) -> None:
   if layers:
     layers += model.mtp_num_layers
   collective = choose_dispatch(model.moe).collective
-  payload = step.tokens * model.base_emb_dim * step.compute_bytes
+  width = model.moe.moe_latent_size or model.base_emb_dim
+  payload = step.tokens * width * step.compute_bytes
   num_recomputed = 0
   if not step.is_saved("moe_rows"):
     num_recomputed = 1

@@ -159,6 +159,7 @@ FAMILY_KEYS = {
   "nemotron_h_moe": {
     "base_num_decoder_layers": 6,
     "hybrid_override_pattern": "MEME*-",
+    "moe_latent_size": 8,
     "mlp_activations": ("squared_relu",),
     "shared_experts": 1,
     "router": "sigmoid_group_topk",

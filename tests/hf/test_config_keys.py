@@ -291,7 +291,7 @@ REFUSED = [
   ("nemotron_h", {"layers_block_type": []}, r"has layers_block_type=\[\]"),
   ("nemotron_h", {"time_step_limit": [0.001, 1.0]}, r"time_step_limit=\[0.001, 1.0\]"),
   ("nemotron_h", {"attention_head_dim": 8}, "attention_head_dim=8"),
-  ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size=8"),
+  ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0"),
   ("nemotron_h", {"moe_shared_expert_intermediate_size": 20}, "only multiples of moe_intermediate"),
   ("nemotron_h", {"use_bias": True}, "use_bias=True"),
   ("falcon_h1", {"mamba_d_ssm": 16}, "mamba_n_heads=8, but 16 channels"),

@@ -49,6 +49,7 @@ VARIANTS = (
   *("mixtral_window", "qwen2_moe_listed", "qwen3_moe_listed", "qwen3_next_listed"),
   *("ernie4_5_moe_every_second", "glm4_moe_lite_listed"),
   *("granitemoehybrid_dense", "granitemoehybrid_rope", "nemotron_h_dense"),
+  "nemotron_h_latent",
   *("falcon_h1_without_norm", "falcon_h1_norm_first"),
   *("llama4_text_maverick", "cohere_plain"),
   *("phi3_longrope", "llama_dynamic", "llama_two_mscales", "deepseek_v2_two_mscales"),

@@ -35,8 +35,21 @@ TINY = {
 FAMILIES = {
   "llama": {"decoder_block": "llama"},
   "deepseek": {"decoder_block": "deepseek", "shared_experts": 2, "first_num_dense_layers": 1},
+  "falcon_h1": {
+    "decoder_block": "falcon_h1",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_state_dim": 6,
+    "key_multiplier": 0.5,
+    "ssm_multipliers": (0.75, 1.25, 0.5, 1.5, 0.875),
+    "mlp_multipliers": (0.875, 1.125),
+  },
 }
-NUM_LINEARS = {"llama": 7, "deepseek": 2 * 5 + 3 + 3}  # in all stacks together
+NUM_LINEARS = {
+  "llama": 7,
+  "deepseek": 2 * 5 + 3 + 3,
+  "falcon_h1": 4 + 6 + 3,
+}  # in all stacks together
 TOKENS_BT = np.random.default_rng(0).permutation(24).reshape(2, 12).astype(np.int32)
 
 

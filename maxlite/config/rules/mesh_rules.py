@@ -68,6 +68,8 @@ def _sharded_dimensions(cfg: Config) -> list[tuple[str, list[str]]]:
   dimensions.append(("max_target_length", ["context"]))
   if family.is_moe:
     dimensions.append(("num_experts", ["expert"]))
+  if family.is_moe and model.moe.moe_latent_size:
+    dimensions.append(("moe_latent_size", ["fsdp", "context"]))
   by_fsdp = ["fsdp", "context", "expert"]
   dimensions.append(("base_emb_dim", by_fsdp))
   if has_per_layer_inputs:

@@ -34,6 +34,12 @@ class MoeConfig:
   shared_experts: int = model_field(
     0, "Shared experts, computed as one MLP of shared_experts x base_moe_mlp_dim.", low=0
   )
+  moe_latent_size: int = model_field(
+    0,
+    "Width of a projection of the residual stream that routed experts read and write, as in "
+    "Nemotron 3 Super; 0: they read the residual stream.",
+    low=0,
+  )
   first_num_dense_layers: int = model_field(0, "Dense layers before the first MoE layer.", low=0)
   interleave_moe_layer_step: int = model_field(
     1, "After the leading dense layers, every n-th layer is MoE and the others are dense.", low=1

@@ -32,6 +32,7 @@ _MOE_KEYS = (
   Key("num_experts", "n_routed_experts", alias="num_local_experts"),
   Key("num_experts_per_tok", "num_experts_per_tok"),
   Key("base_moe_mlp_dim", "moe_intermediate_size"),
+  Key("moe_latent_size", "moe_latent_size", null=0, off=0),
   Key("n_routing_groups", "n_group"),
   Key("topk_routing_group", "topk_group"),
   Key("routed_scaling_factor", "routed_scaling_factor"),
@@ -76,10 +77,8 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   found = {"hybrid_override_pattern": pattern, "base_num_decoder_layers": len(pattern)}
   width = hf["moe_shared_expert_intermediate_size"]
   if "E" not in pattern:
-    hf.get("moe_latent_size")
     unused = {key.ours: DEFAULTS[key.ours] for key in _MOE_KEYS}
     return found | unused | {"decoder_block": "nemotron_h", "router": DEFAULTS["router"]}
-  hf.require(moe_latent_size=None)
   num_shared, rest = divmod(width, keys["base_moe_mlp_dim"])
   if rest or num_shared == 0:
     raise UserError(
@@ -125,6 +124,8 @@ NEMOTRON_H = HfFamily(
     TensorRule("mlp/wo/kernel", "mixer.down_proj.weight", "f d -> d f"),
     TensorRule("moe/router/kernel", "mixer.gate.weight", "d e -> e d"),
     TensorRule("moe/router/bias", "mixer.gate.e_score_correction_bias", "e -> e"),
+    TensorRule("moe/latent_down/kernel", "mixer.fc1_latent_proj.weight", "d l -> l d"),
+    TensorRule("moe/latent_up/kernel", "mixer.fc2_latent_proj.weight", "l d -> d l"),
     TensorRule("moe/wi_0", "mixer.experts.{expert}.up_proj.weight", "e d f -> f d"),
     TensorRule("moe/wo", "mixer.experts.{expert}.down_proj.weight", "e f d -> d f"),
     TensorRule(
@@ -182,6 +183,7 @@ NEMOTRON_H = HfFamily(
     "topk_group": 1,
     "norm_topk_prob": True,
   },
+  nullable=("moe_latent_size",),
   required={
     "mamba_hidden_act": "silu",
     "mlp_bias": False,

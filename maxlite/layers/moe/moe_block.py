@@ -19,7 +19,8 @@ class MoeBlock(nn.Module):
   """Each token's weighted sum over its experts, plus the shared experts.
 
   Returns (y_BTD, RouterSums). Padding (segment 0) is sent to no expert. The experts get x_BTD; a
-  scaled router chooses them by residual_BTD, of which x_BTD is the norm. With `scales_inputs` of
+  scaled router chooses them by residual_BTD, of which x_BTD is the norm. With moe_latent_size, they
+  get a projection of x_BTD, and the sum of their outputs is projected back. With `scales_inputs` of
   the spec's form, a token has one expert, and its weight multiplies x_BTD instead of the output.
   """
 
@@ -40,6 +41,13 @@ class MoeBlock(nn.Module):
     )
     self.expert_parameters = ExpertParameters(cfg)
     nn.share_scope(self, self.expert_parameters)  # The experts' parameters have the block's path.
+    if moe.moe_latent_size:
+      self.latent_down = self.linear(
+        cfg, self.sharder, features=(moe.moe_latent_size,), kernel_names=("embed", "latent")
+      )
+      self.latent_up = self.linear(
+        cfg, self.sharder, features=(cfg.base_emb_dim,), kernel_names=("latent", "embed")
+      )
     if moe.shared_experts:
       self.shared_experts = MLP(
         cfg,
@@ -71,8 +79,13 @@ class MoeBlock(nn.Module):
 
     dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
-    weights = self.expert_parameters(x_BTD.shape[-1])
+    if self.cfg.moe.moe_latent_size:
+      down_BTD = self.latent_down(expert_BTD)
+      expert_BTD = self.sharder.constrain(down_BTD, (*ROWS, "activation_embed"))
+    weights = self.expert_parameters(expert_BTD.shape[-1])
     y_BTD, counts = dispatch(experts, expert_BTD, route, weights)
+    if self.cfg.moe.moe_latent_size:
+      y_BTD = self.latent_up(y_BTD)
 
     if self.cfg.moe.shared_experts:
       y_BTD += self._shared(x_BTD)

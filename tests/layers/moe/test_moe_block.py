@@ -93,7 +93,7 @@ def block_of(sharder, dtype="float32", activations=("silu", "linear"), **changes
     "base_moe_mlp_dim": HIDDEN,
   }
   moe = build(MoeConfig, DEFAULTS | keys | changes)
-  cfg = ModelConfig(weight_dtype=dtype, mlp_activations=activations, moe=moe)
+  cfg = ModelConfig(base_emb_dim=DIM, weight_dtype=dtype, mlp_activations=activations, moe=moe)
   return MoeBlock(cfg, sharder, MoeSpec(MoeForm()))
 
 
@@ -134,13 +134,17 @@ def dense_experts(params, x_BTD):
       return y
     return y + params[f"{name}_bias"][None, None]
 
+  if "latent_down" in params:
+    x_BTD = x_BTD @ params["latent_down"]["kernel"]
   gate_BTEF = jnp.einsum("btd,edf->btef", x_BTD, params["wi_0"])
   gate_BTEF = add_bias(gate_BTEF, "wi_0")
   up_BTEF = jnp.einsum("btd,edf->btef", x_BTD, params["wi_1"])
   up_BTEF = add_bias(up_BTEF, "wi_1")
   h_BTEF = silu(gate_BTEF) * up_BTEF
-  y_BTED = jnp.einsum("btef,efd->bted", h_BTEF, params["wo"])
-  return add_bias(y_BTED, "wo")
+  y_BTED = add_bias(jnp.einsum("btef,efd->bted", h_BTEF, params["wo"]), "wo")
+  if "latent_up" in params:
+    y_BTED = y_BTED @ params["latent_up"]["kernel"]
+  return y_BTED
 
 
 def dense_oracle(params, x_BTD):
@@ -411,6 +415,31 @@ def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, exp
   required = receive_buffer.required_factor(np.stack([overfull_F, overfull_F]))
   assert received_p.max() <= int(required * EVEN_LOAD)
   assert received_p.max() > int((required - 1 / 8) * EVEN_LOAD)
+
+
+@pytest.mark.parametrize(
+  ("dispatch", "mesh"),
+  [
+    ("all_gather", "context=2 expert=2 fsdp=2"),
+    slow("ragged", "expert=4 tensor=2"),
+    slow("dense", "data=2 fsdp=2 tensor=2"),
+  ],
+)
+def test_experts_of_a_projection_equal_the_reference(build_sharder, dispatch, mesh):
+  num_latent = 4
+  params, x_BTD, cotangents = make_case("skewed")
+  params |= {
+    "latent_down": {"kernel": draw((DIM, num_latent), 7)},
+    "latent_up": {"kernel": draw((num_latent, DIM), 8)},
+    "wi_0": draw((NUM_EXPERTS, num_latent, HIDDEN), 2),
+    "wi_1": draw((NUM_EXPERTS, num_latent, HIDDEN), 3),
+    "wo": draw((NUM_EXPERTS, HIDDEN, num_latent), 4),
+  }
+  with jax.enable_x64(True):
+    run = runner(build_sharder(MESHES[mesh]), moe_latent_size=num_latent, **DISPATCHES[dispatch])
+    got = run(params, x_BTD, cotangents)
+    want = oracle(params, x_BTD, cotangents)
+  jax.tree_util.tree_map_with_path(assert_close, got, want)
 
 
 @pytest.mark.slow
