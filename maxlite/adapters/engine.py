@@ -182,7 +182,9 @@ class AdapterEngine:
     self._gradient_rows = jax.jit(
       self._gradient_loop, donate_argnums=1, out_shardings=(of_slots, whole)
     )
-    self._update = jax.jit(_update_slot, donate_argnums=0, out_shardings=(of_slots, whole))
+    # The step only reads the slots, and then one slot is written in place: a program that did both
+    # would copy all slots.
+    self._step = jax.jit(_step_of_slot)
     self._write = jax.jit(_write_slot, donate_argnums=0, out_shardings=of_slots)
     self._read = jax.jit(_read_slot, out_shardings=whole)
     self._merge = jax.jit(self._merged)
@@ -259,7 +261,8 @@ class AdapterEngine:
     """
     check_hyperparameters(hyperparameters)
     numbers = jax.tree.map(np.float32, hyperparameters)
-    self._slots, norm = self._update(self._slots, np.int32(slot), numbers)
+    state, norm = self._step(self._slots, np.int32(slot), numbers)
+    self._slots = self._write(self._slots, np.int32(slot), state)
     return float(norm)
 
   def merged(self, state: AdapterState) -> PyTree:
@@ -327,8 +330,9 @@ class AdapterEngine:
       (gradient,) = pull(change_RTK)
 
       def add(i: jax.Array, gradients: Factors) -> Factors:
+        slot = slot_R[i]
         return jax.tree.map(
-          lambda total, leaf: total.at[slot_R[i]].add(leaf[i]), gradients, gradient
+          lambda total, leaf: total.at[slot].set(total[slot] + leaf[i]), gradients, gradient
         )
 
       # Without the rows that pad the last tile: adding zero changes the bits of -0.
@@ -552,10 +556,10 @@ def _write_slot(slots: AdapterState, slot: jax.Array, state: AdapterState) -> Ad
   return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), slots, state)
 
 
-def _update_slot(
+def _step_of_slot(
   slots: AdapterState, slot: jax.Array, hyper: AdamW
 ) -> tuple[AdapterState, jax.Array]:
-  """(slots, norm of the gradient) after a step of AdamW of one slot."""
+  """(state, norm of the gradient) of a slot after a step of AdamW."""
   old = _read_slot(slots, slot)
   norm = optax.tree.norm(old.gradients)
   bounds = (hyper.grad_clip_norm > 0) & (norm > hyper.grad_clip_norm)
@@ -578,5 +582,4 @@ def _update_slot(
   factors = jax.tree.map(stepped, old.factors, mu, nu)
   new = old.replace(factors=factors, mu=mu, nu=nu, count=count)
   new = jax.tree.map(lambda after, before: jnp.where(jnp.isfinite(norm), after, before), new, old)
-  new = new.replace(gradients=jax.tree.map(jnp.zeros_like, old.gradients))
-  return _write_slot(slots, slot, new), norm
+  return new.replace(gradients=jax.tree.map(jnp.zeros_like, old.gradients)), norm
