@@ -280,6 +280,16 @@ def test_a_row_does_not_depend_on_its_place_in_a_tile_or_on_rows_that_are_not_nu
     assert bits_of(call(rows)[place]) == alone
 
 
+def test_rows_that_complete_a_tile_change_no_slot(engine):
+  """Not even one whose weights are not numbers."""
+  state = engine.new_adapter(SPECS[0])
+  nan = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), state.factors)
+  engine.join(0, state.replace(factors=nan))
+  engine.join(1, engine.new_adapter(SPECS[1]))
+  engine.forward_backward([(1, datum_of(1, length=20))])
+  assert not any(np.any(leaf) for leaf in jax.tree.leaves(engine.leave(0).gradients))
+
+
 def test_all_calls_keep_the_shardings_of_slots(engine):
   """A change would be another compilation of every program."""
   start = jax.tree.map(lambda leaf: leaf.sharding, engine._slots)

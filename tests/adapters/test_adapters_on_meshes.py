@@ -34,11 +34,9 @@ def train(engine, slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("mesh", "keys"), [({"tensor": 2}, {}), ({"tensor": 2}, MIXTURE), ({"expert": 2}, MIXTURE)]
-)
-def test_divided_weights_give_the_numbers_of_one_device_whatever_the_neighbours(mesh, keys):
-  engine = engine_on(mesh, **keys)
+@pytest.mark.parametrize("keys", [{}, MIXTURE], ids=["dense", "mixture"])
+def test_divided_weights_give_the_numbers_of_one_device_whatever_the_neighbours(keys):
+  engine = engine_on({"tensor": 2}, **keys)
   kernel = flatten_dict(engine.base_params)[("layers", "attention", "query", "kernel")]
   assert len(kernel.sharding.device_set) == 2
   together = train(engine, [0, 1])
@@ -68,7 +66,9 @@ def test_decoding_with_divided_weights_gives_the_tokens_of_one_device():
   assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+  "mesh", [{axis: 2} for axis in ("data", "fsdp", "expert", "context")], ids=str
+)
 def test_meshes_that_divide_rows_are_refused(mesh):
   with pytest.raises(UserError, match="set ici_tensor_parallelism=-1"):
     engine_on(mesh)

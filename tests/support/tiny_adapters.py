@@ -46,7 +46,8 @@ def model_on(mesh, **keys):
   degrees = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
   devices = jax.devices()[: math.prod(degrees)]
   sharder = Sharder(build_mesh(degrees, (1,) * len(MESH_AXES), devices))
-  boxed = Decoder(cfg, sharder).init(jax.random.key(3), np.zeros((1, 4), np.int32))["params"]
+  tokens = np.zeros((len(devices), 4), np.int32)
+  boxed = Decoder(cfg, sharder).init(jax.random.key(3), tokens)["params"]
   names = flatten_dict(logical_names(boxed))
   params = {
     path: jax.device_put(leaf, sharder.sharding(names[path]))
