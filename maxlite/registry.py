@@ -352,6 +352,7 @@ PLAIN_ROUTERS = Registry(
   Entry,
   softmax_topk="maxlite.layers.moe.expert_choice:softmax_topk",
   topk_softmax="maxlite.layers.moe.expert_choice:topk_softmax",
+  topk_sigmoid="maxlite.layers.moe.expert_choice:topk_sigmoid",
 )
 GROUP_ROUTERS = Registry(
   Entry,

@@ -169,8 +169,8 @@ class AdapterEngine:
     boxed = jax.eval_shape(self._draw_all, jax.random.key(0))
     names = flatten_dict(logical_names(boxed))
     self._rank_axes = {path: names[path].index("lora_rank") for path in _adapter_paths(names)}
-    mixers = {layer.mixer.name for layer in layer_specs(cfg)}
     self.sharder = sharder
+    mixers = {part.name for layer in layer_specs(cfg) for part in layer.mixer.parts}
     self._parts = {path: _part_of(path, mixers) for path in self._rank_axes}
     self._init = jax.jit(self._new_factors)
     one = jax.eval_shape(self._new_state, np.uint32(0), np.int32(1), np.zeros(3, np.float32))

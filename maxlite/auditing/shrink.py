@@ -135,6 +135,7 @@ def shrink_model(model: ModelConfig) -> ModelConfig:
     gdn=_gated_delta(model.gdn),
     mamba=_mamba(model.mamba),
     attention_layers=_attending(model, num_layers),
+    hybrid_override_pattern=_pattern(model.hybrid_override_pattern),
     cycle=cycle,
     moe=moe,
   )
@@ -166,6 +167,8 @@ def _layers(model: ModelConfig, interval: int, num_shared: int) -> tuple[int, Mo
     at_least = min(family.global_layer_every, model.base_num_decoder_layers)
   if family.layout == "listed_attention":  # two alike are a scan
     at_least = min(3, model.base_num_decoder_layers)
+  if family.layout == "hybrid_pattern":
+    return len(_pattern(model.hybrid_override_pattern)), moe
   if family.layout in ("gated_delta", "cycles"):
     if moe.mlp_only_layers:
       moe = dataclasses.replace(moe, mlp_only_layers=(0,))
@@ -274,6 +277,14 @@ def _attending(model: ModelConfig, num_layers: int) -> tuple[int, ...]:
   if len(model.attention_layers) in (0, model.base_num_decoder_layers):
     return tuple(range(num_layers))[: len(model.attention_layers)]
   return (num_layers - 1,)
+
+
+def _pattern(pattern: str) -> str:
+  """A pattern of at most 8 layers of every kind, of which a part repeats."""
+  if len(pattern) <= 8:
+    return pattern
+  kinds = "".join(dict.fromkeys(pattern))
+  return 2 * kinds[:2] + kinds[2:]
 
 
 def _cycle(cycle: CycleConfig, interval: int, head_dim: int) -> CycleConfig:

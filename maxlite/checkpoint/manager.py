@@ -11,38 +11,23 @@ parameters.py), from which a run starts.
 import functools
 import glob
 import itertools
-import logging
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
 from maxlite.checkpoint.checksum import leaves_by_path, tree_checksums
+from maxlite.checkpoint.folders import is_complete, list_folder, move_folder, remove_folder
 from maxlite.checkpoint.manifest import (
   Manifest,
   manifest_leaves,
   seal_manifest,
   verify_manifest,
 )
-from maxlite.checkpoint.orbax_handlers import (
-  MIN_SLICE_BYTES,
-  DrainingArrayHandler,
-  KeepStep,
-  WriteErrors,
-  build_save_args,
-)
-from maxlite.checkpoint.orbax_object_store import (
-  COMMIT_LAST,
-  is_complete,
-  list_folder,
-  move_folder,
-  open_object_stores,
-  remove_folder,
-)
+from maxlite.checkpoint.orbax_io import TEMPORARY, CheckpointWriter, read_manifest, read_state
+from maxlite.checkpoint.orbax_object_store import open_object_stores
 from maxlite.checkpoint.repeated_read import one_line, read_repeatedly
 from maxlite.checkpoint.run_folder import RUN_ID, step_of
 from maxlite.config.model_function import sealed_keys
@@ -57,7 +42,6 @@ from maxlite.storage.file_io import MAX_JSON_BYTES, require_regular_files
 from maxlite.storage.json_values import Json, JsonObject
 from maxlite.storage.object_store import AnyPath, is_remote, to_path
 
-TEMPORARY = ocp.path.atomicity.TMP_DIR_SUFFIX
 # The files of a checkpoint that Orbax reads as a whole.
 _READ_WHOLE = ("_CHECKPOINT_METADATA", "manifest/metadata", "state/_METADATA", "state/_sharding")
 PARAMS = "params/"  # prefix of the names of parameters
@@ -100,10 +84,8 @@ class Checkpoints:
     Raises:
       UserError: several processes cannot write to this path.
     """
-    self._cfg = cfg
     self._shown: AnyPath = to_path(directory)  # as the user wrote it, for messages
-    self._is_remote = is_remote(directory)
-    if self._is_remote:
+    if is_remote(directory):
       open_object_stores()
       self._directory: AnyPath = self._shown
     else:
@@ -117,8 +99,7 @@ class Checkpoints:
     self._report = report
     self._function = {} if model is None else sealed_keys(model)
     self._allowed = allow_changes
-    self._manager: ocp.CheckpointManager | None = None
-    self._write_errors = WriteErrors()
+    self._writer = CheckpointWriter(self._directory, cfg, self._current_kept_step)
     self.run_id = ""  # of the run folder; empty: checkpoints of any run are read
     self.kept_step: Callable[[], int] = _no_step  # returns the step that is never deleted
 
@@ -175,39 +156,27 @@ class Checkpoints:
     self.wait()
     if step in self.steps() and self._is_saved(step, manifest):
       return
-    save_args = jax.tree.map(build_save_args, state)
-    items = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(state, save_args=save_args),
-      manifest=ocp.args.JsonSave(manifest),
-    )
     try:
-      if self._manager is None:
-        self._manager = self._open()
-      self._manager.save(step, args=items, force=True)
+      self._writer.save(step, state, manifest)
     # Disks, networks and TensorStore raise various types.
     except Exception as error:
       raise self._write_error(error) from error
 
   def wait(self) -> None:
     """Wait until all is on disk; raise CheckpointWriteError if a write failed."""
-    if self._manager is None:
-      return
     try:
-      self._write_errors.raise_while_waiting_for(self._manager)
+      self._writer.wait()
     # Disks, networks and TensorStore raise various types.
     except Exception as error:
       raise self._write_error(error) from error
 
   def _write_error(self, error: Exception) -> CheckpointWriteError:
-    self._manager = None  # it would raise again, or wait for the other processes
     return CheckpointWriteError(f"no checkpoint can be written to {self._shown}: {one_line(error)}")
 
   def close(self) -> None:
     """Wait for all writes and free their threads; raise CheckpointWriteError if one failed."""
     self.wait()
-    if self._manager is not None:
-      self._manager.close()
-      self._manager = None
+    self._writer.close()
 
   def restore(self, abstract_state: PyTree, last_step: int | None = None) -> Restored | None:
     """Return (state, data state, step) of the latest valid checkpoint; None if there are none.
@@ -384,7 +353,7 @@ class Checkpoints:
 
   def _state(self, step: int, abstract: PyTree, manifest: Manifest) -> tuple[PyTree, str]:
     """Return (state, "") or (None, damage), the same on all processes."""
-    read = functools.partial(self._read_state, step, abstract)
+    read = functools.partial(read_state, self._directory / str(step), abstract)
     check = functools.partial(_damaged_leaf, manifest=manifest)  # a collective computation
     return read_repeatedly(self._named(step), read, check)
 
@@ -397,8 +366,7 @@ class Checkpoints:
         path = folder / name
         if path.exists() and path.stat().st_size > MAX_JSON_BYTES:
           raise OSError(f"{name} has {path.stat().st_size:,} bytes")
-    # A Checkpointer would let all processes wait for one that cannot read.
-    manifest = ocp.JsonCheckpointHandler().restore(folder / "manifest")
+    manifest = read_manifest(folder)
     verify_manifest(manifest)
     saved_step = manifest["body"].get("step")
     saved_run = manifest["body"].get("run")
@@ -407,26 +375,6 @@ class Checkpoints:
     if saved_run and run_id and saved_run != run_id:
       raise OSError(f"it is of another run (run_id {saved_run}, here {run_id})")
     return manifest
-
-  def _read_state(self, step: int, abstract: PyTree) -> PyTree:
-    """Read the arrays of `abstract`, which may be part of the saved state.
-
-    Raises:
-      OSError: the files describe something else; Orbax raises various types.
-    """
-    args = ocp.args.PyTreeRestore(
-      item=abstract,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-      partial_restore=True,
-    )
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, DrainingArrayHandler()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    path = self._directory / str(step) / "state"
-    state = handler.restore(path, args=args)
-    for name, leaf in leaves_by_path(state).items():
-      if not isinstance(leaf, jax.Array):
-        raise OSError(f"{name} is a {type(leaf).__name__} in its metadata, not an array")
-    return state
 
   def _require_shared(self, steps: list[int]) -> None:
     """Raise UserError on all processes if they do not see the same checkpoints."""
@@ -511,8 +459,8 @@ class Checkpoints:
       for step in steps:
         self._move_one_aside(str(step))
     barrier("damaged checkpoints moved")
-    if steps and self._manager is not None:
-      self._manager.reload()
+    if steps:
+      self._writer.reload()
 
   def _move_one_aside(self, name: str) -> None:
     damaged = f"{self._directory.name}_damaged"
@@ -530,29 +478,6 @@ class Checkpoints:
   def _current_kept_step(self) -> int:
     """Return `kept_step()`, whose function may be replaced after the manager is open."""
     return self.kept_step()
-
-  def _open(self) -> ocp.CheckpointManager:
-    """Open the manager, at the first save: it lists the folder only once, after `restore`."""
-    logging.getLogger("absl").addFilter(self._write_errors)
-    policies: list[checkpoint_managers.PreservationPolicy] = [
-      checkpoint_managers.LatestN(self._cfg.max_num_checkpoints_to_keep),
-      KeepStep(self._current_kept_step),
-    ]
-    if self._cfg.checkpoint_keep_period:
-      policies.append(checkpoint_managers.EveryNSteps(self._cfg.checkpoint_keep_period))
-    options = ocp.CheckpointManagerOptions(
-      preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-      enable_async_checkpointing=self._cfg.async_checkpointing,
-      temporary_path_class=COMMIT_LAST if self._is_remote else None,
-    )
-    # Orbax compiles a program for every slice that a replica writes of a shard.
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handlers = ocp.handlers.create_default_handler_registry(
-      state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-      manifest=ocp.JsonCheckpointHandler(),
-    )
-    return ocp.CheckpointManager(self._directory, options=options, handler_registry=handlers)
 
 
 def _without_new_windows(abstract: PyTree, manifest: Manifest) -> PyTree:

@@ -6,16 +6,14 @@ although TensorStore has a driver for both.
 
 import functools
 import os
-import shutil
 import types
-from pathlib import Path
 from typing import TypeAlias
 
 import orbax.checkpoint as ocp
 
 from maxlite.errors import UserError
 from maxlite.storage.json_values import JsonObject
-from maxlite.storage.object_store import AnyPath, filesystem, list_names, repeated, store_errors
+from maxlite.storage.object_store import AnyPath, filesystem
 
 try:
   from orbax.checkpoint._src.path import gcs_utils
@@ -23,9 +21,6 @@ try:
 except ImportError:
   gcs_utils = tensorstore_utils = None
 
-# Stores have no atomic rename: Orbax writes to the final place, and this object last.
-COMMIT_LAST = ocp.path.atomicity.CommitFileTemporaryPath
-COMMITTED = "commit_success.txt"
 _S3 = "s3://"
 _GS = "gs://"
 StoreSpec: TypeAlias = JsonObject  # a specification of TensorStore, as JSON values
@@ -100,44 +95,3 @@ def _s3_options() -> StoreSpec:
   if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise TensorStore logs all places without any
     options["aws_credentials"] = {"type": "environment"}
   return options
-
-
-def is_complete(folder: AnyPath) -> bool:
-  """Return whether a checkpoint was written to the end; a local one was then renamed."""
-  if isinstance(folder, Path):
-    return True
-  marker = folder / COMMITTED
-  return repeated(str(folder), marker.exists)
-
-
-def list_folder(folder: AnyPath) -> list[str]:
-  """Return the names in a folder; empty if there is none."""
-  if not isinstance(folder, Path):
-    uri = str(folder)
-    names = repeated(uri, functools.partial(list_names, uri))
-    return list(names)
-  if not folder.is_dir():
-    return []
-  return [path.name for path in folder.iterdir()]
-
-
-def remove_folder(folder: AnyPath) -> None:
-  """Remove a folder and all its contents."""
-  if isinstance(folder, Path):
-    shutil.rmtree(folder)
-    return
-  with store_errors(str(folder)):
-    (folder / COMMITTED).unlink(missing_ok=True)  # first: half of a checkpoint is none
-    folder.rmtree(missing_ok=True)
-
-
-def move_folder(folder: AnyPath, target: AnyPath) -> None:
-  """Rename a folder; on an object store, copy its objects and remove them."""
-  if isinstance(folder, Path):
-    folder.rename(target)
-    return
-  uri = str(folder)
-  with store_errors(uri):
-    store = filesystem(uri)
-    store.copy(uri, str(target), recursive=True)
-  remove_folder(folder)

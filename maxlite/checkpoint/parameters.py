@@ -18,9 +18,10 @@ from flax import traverse_util
 
 from maxlite.checkpoint.checksum import chunk_checksum
 from maxlite.checkpoint.chunked_array import ChunkedArray, Index, relative, split
+from maxlite.checkpoint.folders import COMMITTED
 from maxlite.checkpoint.manager import PARAMS
 from maxlite.checkpoint.manifest import Manifest, manifest_leaves, seal_manifest
-from maxlite.checkpoint.orbax_object_store import COMMITTED, key_value_store
+from maxlite.checkpoint.orbax_object_store import key_value_store
 from maxlite.checkpoint.repeated_read import first_line, is_environment_error
 from maxlite.config.model_function import sealed_keys
 from maxlite.config.schema import ModelConfig

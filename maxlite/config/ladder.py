@@ -26,6 +26,8 @@ _WIDTHS = (
   "kv_lora_rank",
   "gdn_num_key_heads",
   "gdn_num_value_heads",
+  "mamba_num_heads",
+  "indexer_n_heads",
 )
 _BUDGET = ConfigField("", low=1)
 _WIDTH = ConfigField("", low=1)

@@ -9,15 +9,19 @@ import dataclasses
 from typing import Literal
 
 # Sections of ModelConfig that only some layouts read.
-Section = Literal["mla", "gdn", "mamba", "short_conv", "cycle"]
+Section = Literal["mla", "gdn", "mamba", "multipliers", "short_conv", "cycle"]
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForm:
   """Grouped-query attention (layers/attention.py)."""
 
-  qk_norm: Literal["", "head", "projection"] = ""  # RMSNorm of queries and keys, and over what
+  # The norm of queries and keys, and over what. With "channels", over a head, and each channel of
+  # each head has a scale.
+  qk_norm: Literal["", "head", "channels", "projection"] = ""
   norm_after_rope: bool = False  # QK-norm follows the rotary embedding
+  norm_scale: bool = True  # QK-norm has parameters
+  norms_rotated: bool = False  # only layers with a rotary embedding have QK-norm
   qkv_bias: bool = False
   out_bias: bool = False  # the output projection has a bias
   gated_output: bool = False  # the heads' outputs are multiplied by sigmoid of a projection
@@ -35,6 +39,8 @@ class MoeForm:
   scaled_router: bool = False
   gated_shared_expert: bool = False  # multiplied by sigmoid of one number per token
   beside_mlp: bool = False  # an MLP in every MoE layer, whose output is added to the experts'
+  # The input of a token's expert is multiplied by its weight, instead of the output.
+  scales_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,10 @@ class ModelFamily:
   # local_rope_max_timescale. 0: all layers are alike.
   global_layer_every: int = 0
   global_rope: bool = True  # whether layers that attend globally have a rotary embedding
+  # Local layers attend within chunks of sliding_window_size positions of a document.
+  chunked: bool = False
+  # Only global layers scale their queries by query_scaling_beta, and count positions from 1.
+  scales_global_queries: bool = False
   # How positions reach the model: rotated queries and keys, a table of embeddings that are added to
   # those of the tokens, or a bias of attention scores that falls with the distance (ALiBi).
   positions: Literal["rope", "learned", "alibi"] = "rope"
@@ -94,7 +104,15 @@ _QWEN3_NEXT = ModelFamily(
   zero_centred_norms=True,
 )
 _GRANITE_HYBRID = ModelFamily(layout="listed_attention", sections=("mamba",), global_rope=False)
+_NEMOTRON_H = ModelFamily(layout="hybrid_pattern", sections=("mamba",), global_rope=False)
 _LFM2 = ModelFamily(_HEAD_NORM, layout="listed_attention", sections=("short_conv",))
+_LLAMA4 = ModelFamily(
+  moe=MoeForm(scales_inputs=True),
+  global_layer_every=4,
+  global_rope=False,
+  chunked=True,
+  scales_global_queries=True,
+)
 _GEMMA4 = ModelFamily(
   AttentionForm(qk_norm="head", value_norm=True),
   layout="cycles",
@@ -107,6 +125,7 @@ _GEMMA4 = ModelFamily(
 _BIASED = ModelFamily(
   AttentionForm(qkv_bias=True, out_bias=True), norm="layer", norm_bias=True, mlp_bias=True
 )
+_COHERE = ModelFamily(norm="layer", parallel="one_norm")
 # Falcon has biases in its norms alone.
 _FALCON = ModelFamily(norm="layer", norm_bias=True, parallel="one_norm")
 MODELS: dict[str, ModelFamily] = {
@@ -137,6 +156,10 @@ MODELS: dict[str, ModelFamily] = {
   "bamba": ModelFamily(layout="listed_attention", sections=("mamba",)),
   # The configuration and code published with Granite 4.0 H (2025), dense.
   "granite_hybrid": _GRANITE_HYBRID,
+  # Nemotron-H (2025), section 2.1: layers that are only a mixer or only an MLP.
+  "nemotron_h": _NEMOTRON_H,
+  # Falcon-H1 (2025), sections 2.1 and 3.2.2: attention and state-space layers in parallel.
+  "falcon_h1": ModelFamily(layout="attention_beside_mamba", sections=("mamba", "multipliers")),
   # LFM2 Technical Report (2025), section 2: short convolutions and attention.
   "lfm2": _LFM2,
   # Gemma 2 (2024), section 2; zero-centred norms and the embedding's scale as published.
@@ -155,16 +178,25 @@ MODELS: dict[str, ModelFamily] = {
   "gpt_neox": dataclasses.replace(_BIASED, parallel="own_norms"),
   # Gunasekar et al., Textbooks Are All You Need (2023), section 2.3; also Phi-1.5 and Phi-2.
   "phi": dataclasses.replace(_BIASED, parallel="one_norm", unembed_bias=True),
+  # The configurations and code published with Command R and Command R+ (2024).
+  "cohere": _COHERE,
+  "cohere_qk_norm": dataclasses.replace(_COHERE, attention=AttentionForm(qk_norm="channels")),
   # The configuration and code published with Command R7B (2024).
-  "cohere2": ModelFamily(
-    norm="layer", parallel="one_norm", global_layer_every=4, global_rope=False
-  ),
+  "cohere2": dataclasses.replace(_COHERE, global_layer_every=4, global_rope=False),
   # Almazrouei et al., Falcon (2023), section 4: of 7B (and 11B), of 40B and 180B, and Falcon-RW.
   "falcon": _FALCON,
   "falcon_own_norms": dataclasses.replace(_FALCON, parallel="own_norms"),
   "falcon_alibi": dataclasses.replace(_BIASED, positions="alibi"),
   # Jiang et al., Mixtral of Experts (2024), section 2; also Granite 3 MoE and ERNIE 4.5.
   "mixtral": ModelFamily(moe=MoeForm()),
+  # The configuration and code published with Llama 4 (2025): Scout, and Maverick.
+  "llama4": dataclasses.replace(
+    _LLAMA4,
+    attention=AttentionForm(
+      qk_norm="head", norm_after_rope=True, norm_scale=False, norms_rotated=True
+    ),
+  ),
+  "llama4_maverick": _LLAMA4,
   # DeepSeek-V2 (2024), section 2; also DeepSeek-V3, Kimi K2, GLM-4.7-Flash and Mistral 4.
   "deepseek": ModelFamily(moe=MoeForm(), layout="latent", sections=("mla",)),
   # Qwen2 Technical Report (2024), section 2.2.2; also Qwen1.5-MoE.
@@ -181,6 +213,8 @@ MODELS: dict[str, ModelFamily] = {
   "qwen3_5_moe": _QWEN3_NEXT,
   # Granite 4.0 H Tiny and Small (2025).
   "granite_moe_hybrid": dataclasses.replace(_GRANITE_HYBRID, moe=MoeForm()),
+  # Nemotron 3 Nano (2025), section 2.1.
+  "nemotron_h_moe": dataclasses.replace(_NEMOTRON_H, moe=MoeForm()),
   # LFM2-8B-A1B and LFM2-24B-A2B.
   "lfm2_moe": dataclasses.replace(_LFM2, moe=MoeForm()),
   # Gemma 4 26B-A4B (2026).

@@ -42,6 +42,8 @@ def function_keys(cfg: ModelConfig) -> dict[str, KeyValue]:
     names -= {"original_max_position_embeddings"}
   if cfg.rope.rope_type in ("default", "proportional"):
     names -= set(flatten(cfg.rope)) - {*always, *bases}
+    if cfg.rope.query_scaling_beta:  # of a family that reads it with every type
+      names |= {"query_scaling_beta", "original_max_position_embeddings"}
     if len({flat[base] for base in bases}) == 1:  # all layers have the same rotary embedding
       flat["local_rope_max_timescale"] = 0.0
   return {name: value for name, value in flat.items() if name in names}
@@ -77,8 +79,10 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
       unused |= set(flatten(getattr(cfg, section)))
   if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
-  if not family.reads("mamba") and not family.reads("short_conv"):
+  if family.layout != "listed_attention":
     unused |= {"attention_layers"}
+  if family.layout != "hybrid_pattern":
+    unused |= {"hybrid_override_pattern"}
   return unused
 
 

@@ -19,6 +19,7 @@ ROPE_KEYS: dict[str, Sequence[Key]] = {
   "default": (),
   "linear": (_FACTOR,),
   "llama3": (_FACTOR, _ORIGINAL),
+  "llama4": (_FACTOR, _ORIGINAL),
   "yarn": (
     _FACTOR,
     _ORIGINAL,
@@ -38,9 +39,12 @@ ROPE_KEYS: dict[str, Sequence[Key]] = {
 }
 ROPE_REQUIRED: dict[str, JsonObject] = {
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+  "llama4": {"low_freq_factor": 1.0, "high_freq_factor": 1.0},
   "yarn": {"beta_slow": 1},
 }
 ROPE_TYPES = {"llama3": "llama3.1"}  # config.json's rope_type: ours, where they differ
+# Ours that has a rope_type of config.json with other values: of Llama 4 Scout.
+OF_OTHER_VALUES = {"llama4": "llama3"}
 # Keys of one type that have no effect in another.
 ROPE_UNUSED = {
   "type", "factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
@@ -91,9 +95,10 @@ def dict_of(hf: ConfigJson, name: str) -> JsonObject:
 def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
   """Return our keys of the rotary embedding `values`, which config.json has as `name`."""
   kind = values.get("rope_type", values.get("type", "default"))
-  if kind not in ROPE_KEYS:
+  supported = [name for name in ROPE_KEYS if name not in OF_OTHER_VALUES]
+  if kind not in supported:
     raise UserError(
-      f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(ROPE_KEYS)}"
+      f"config.json has a rotary embedding of type {kind!r}; supported are {', '.join(supported)}"
     )
   if kind == "yarn":
     values = _complete_yarn(values, hf)
@@ -108,6 +113,8 @@ def read_rope(values: JsonObject, hf: ConfigJson, name: str) -> JsonObject:
     )
   if kind == "llama3" and ORIGINAL not in values:
     values = values | {ORIGINAL: hf["max_position_embeddings"]}
+  if kind == "llama3" and values.get("high_freq_factor") == 1:
+    kind = "llama4"
   rope = ConfigJson(
     values,
     defaults={"partial_rotary_factor": 1.0},
@@ -256,7 +263,10 @@ def rope_to_hf(cfg: ModelConfig) -> JsonObject:
   rope = cfg.rope
   types = {ours: theirs for theirs, ours in ROPE_TYPES.items()}
   kind = types.get(rope.rope_type, rope.rope_type)
-  scaling = {"rope_type": kind, **write_keys(ROPE_KEYS[kind], flatten(rope))}
+  scaling = {
+    "rope_type": OF_OTHER_VALUES.get(kind, kind),
+    **write_keys(ROPE_KEYS[kind], flatten(rope)),
+  }
   scaling |= ROPE_REQUIRED.get(kind, {})
   if scaling.pop("mscale", 0.0) and cfg.family.reads("mla"):
     scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale}

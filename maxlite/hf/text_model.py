@@ -70,6 +70,7 @@ _QWEN3_VL_MOE_TEXT = {
 LARGER_MODELS = {
   "gemma3": LargerModel({"gemma3_text": "gemma3_text"}, required={"final_logit_softcapping": None}),
   "gemma4": LargerModel({"gemma4_text": "gemma4_text"}),
+  "llama4": LargerModel({"llama4_text": "llama4_text"}),
   "mistral3": LargerModel(
     {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}
   ),
@@ -99,7 +100,7 @@ _MODEL = "model."
 _OUTPUT = "lm_head."
 # The layers of a kimi_k25 that transformers 5.23 saved: it renames them with those for images.
 _BLOCKS = "blocks."
-_ENCODERS = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\..*"
+_ENCODERS = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\..*"
 # The first whose embedding a folder has: of transformers since 4.52, before, and of Qwen2-VL then.
 _NAMES = (
   TensorNames("model.language_model.", _OUTPUT, r"model\.(?!language_model\.).*"),

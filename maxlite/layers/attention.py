@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from maxlite.config.model_families import AttentionForm
 from maxlite.config.schema import ModelConfig
 from maxlite.kernels.attention import cached
 from maxlite.layers import cache
 from maxlite.layers.alibi import with_bias
+from maxlite.layers.chunked_attention import chunk_segments, chunk_window
 from maxlite.layers.keys_values import CachedKeysValues, KeysValues, RowKeysValues
 from maxlite.layers.layer_inputs import LayerInputs
 from maxlite.layers.layer_specs import AttentionSpec
@@ -40,12 +42,13 @@ class Attention(nn.Module):
   Returns (y_BTD, the keys and values that it attended to). If it `reads` those of another layer, it
   projects none and stores none in the cache.
 
-  Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies
-  RMSNorm to queries and keys before the rotary embedding, or after it with `norm_after_rope`: per
-  `head`, or over the whole `projection`. Its `sinks` are a parameter per head, one more score whose
-  value is zero. With its `gated_output`, each channel of the heads' outputs is multiplied by a gate
-  between 0 and 1. Its `value_norm` is an RMSNorm of the values without a scale. For the soft cap
-  and the window see kernels/attention/api.py.
+  Query heads share the key/value heads in equal groups. `qk_norm` of the spec's form applies a norm
+  to queries and keys before the rotary embedding, or after it with `norm_after_rope`: per `head`,
+  also with a scale of the `channels` of each head, or over the whole `projection`; without its
+  `norm_scale`, the norms have no parameters. Its `sinks` are a parameter per head, one more score
+  whose value is zero. With its `gated_output`, each channel of the heads' outputs is multiplied by
+  a gate between 0 and 1. Its `value_norm` is an RMSNorm of the values without a scale. For the soft
+  cap and the window see kernels/attention/api.py, for chunks layers/chunked_attention.py.
 
   Source: Ainslie et al., GQA (2023), section 2.2.
   """
@@ -58,11 +61,10 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, KeysValues]:
     num_heads = self.spec.num_heads
-    segment_BT = inputs.segment_BT
     rope = self._rope(inputs)
     q_BTHC = self._project(x_BTD, "query", num_heads, "q_heads")
-    q_BTHC = self._norm_and_rotate(q_BTHC, rope, "query")
-    q_BTHC = scale_queries(q_BTHC, inputs.query_scale_BT)
+    q_BTHC = self._norm_and_rotate(q_BTHC, rope, "query", inputs)
+    q_BTHC = scale_queries(q_BTHC, self._query_scale(inputs))
     if self.spec.num_bias_channels:
       q_BTHC = with_bias(q_BTHC, 1.0, self.spec.num_bias_channels)
     window = self._window(inputs)
@@ -70,6 +72,7 @@ class Attention(nn.Module):
       keys_values = inputs.keys_values[self.spec.reads]
     else:
       keys_values = self._own_keys_values(x_BTD, inputs, rope, window)
+    segment_BT = self._segments(inputs, window)
     o_BTHC = self._attend(q_BTHC, keys_values, segment_BT, window, self._sinks())
 
     if self.spec.form.gated_output:
@@ -105,14 +108,14 @@ class Attention(nn.Module):
       v_BTGC = projected_BTGC
     else:
       v_BTGC = self._project(x_BTD, "value", num_kv_heads, "kv_heads")
-    k_BTGC = self._norm_and_rotate(projected_BTGC, rope, "key")
+    k_BTGC = self._norm_and_rotate(projected_BTGC, rope, "key", inputs)
     v_BTGC = self._clip(v_BTGC)
     if inputs.key_bias_BTH is not None:
       k_BTGC = with_bias(k_BTGC, inputs.key_bias_BTH, self.spec.num_bias_channels)
     if self.spec.form.value_norm:
       v_BTGC = build_norm(self.cfg, "value_norm", has_scale=False)(v_BTGC)
     if cache.is_filled(self):
-      return self._update_cache(k_BTGC, v_BTGC, segment_BT, window)
+      return self._update_cache(k_BTGC, v_BTGC, inputs, window)
     # Scanned layers have equal shapes: where only some are local, all have slots for all keys.
     cached_positions = window.size if window.applies is None else 0
     cache.store_prefill(self, segment_BT, cached_positions, key=k_BTGC, value=v_BTGC)
@@ -122,14 +125,17 @@ class Attention(nn.Module):
     self,
     k_BTGC: jax.Array,
     v_BTGC: jax.Array,
-    segment_BT: jax.Array,
+    inputs: LayerInputs,
     window: _Window,
   ) -> CachedKeysValues:
     """The blocks of the cache, with new positions."""
     limit: int | jax.Array = window.size
+    if self.spec.chunked:
+      assert inputs.position_BT is not None
+      limit = chunk_window(inputs.position_BT, window.size)
     if window.applies is not None:
-      limit = jnp.where(window.applies, window.size, jnp.iinfo(jnp.int32).max)
-    entries, masks = cache.update(self, segment_BT, limit, key=k_BTGC, value=v_BTGC)
+      limit = jnp.where(window.applies, limit, jnp.iinfo(jnp.int32).max)
+    entries, masks = cache.update(self, inputs.segment_BT, limit, key=k_BTGC, value=v_BTGC)
     k_blocks, v_blocks = entries
     return CachedKeysValues(k_blocks, v_blocks, masks)
 
@@ -196,6 +202,25 @@ class Attention(nn.Module):
       return _Window(self.spec.window)
     return _Window(self.spec.window, applies=inputs.is_first)
 
+  def _segments(self, inputs: LayerInputs, window: _Window) -> jax.Array:
+    """segment_BT of the positions that attend each other: documents, or chunks of them."""
+    if not self.spec.chunked:
+      return inputs.segment_BT
+    assert inputs.position_BT is not None
+    chunk_BT = chunk_segments(inputs.segment_BT, inputs.position_BT, window.size)
+    if window.applies is None:
+      return chunk_BT
+    return jnp.where(window.applies, chunk_BT, inputs.segment_BT)
+
+  def _query_scale(self, inputs: LayerInputs) -> jax.Array | None:
+    """The factor of the queries at each position, if the layer scales them."""
+    scale_BT = inputs.query_scale_BT
+    scales = self.spec.scales_queries
+    otherwise = self.spec.otherwise
+    if scale_BT is None or otherwise is None or otherwise.scales_queries == scales:
+      return scale_BT if scales else None
+    return jnp.where(inputs.is_first == scales, scale_BT, 1)
+
   def _score_scale(self) -> float:
     """The factor of the products of queries and keys."""
     scalar = self.cfg.query_pre_attn_scalar or self.spec.head_dim
@@ -224,11 +249,13 @@ class Attention(nn.Module):
       y_BTHC = checkpoint_name(y_BTHC, f"{name}_proj")
     return self.sharder.constrain(y_BTHC, (*ROWS, f"activation_{heads}", "activation_kv"))
 
-  def _norm_and_rotate(self, x_BTHC: jax.Array, rope: RopeTables | None, name: str) -> jax.Array:
+  def _norm_and_rotate(
+    self, x_BTHC: jax.Array, rope: RopeTables | None, name: str, inputs: LayerInputs
+  ) -> jax.Array:
     """Queries or keys as attention reads them, given their projection."""
     if self.spec.form.norm_after_rope:
-      return self._norm(self._rotate(self._clip(x_BTHC), rope, name), name)
-    return self._rotate(self._clip(self._norm(x_BTHC, name)), rope, name)
+      return self._norm(self._rotate(self._clip(x_BTHC), rope, name), name, inputs)
+    return self._rotate(self._clip(self._norm(x_BTHC, name, inputs)), rope, name)
 
   def _rotate(self, x_BTHC: jax.Array, rope: RopeTables | None, name: str) -> jax.Array:
     """Queries or keys with the rotary embedding, if the layer has one."""
@@ -255,13 +282,25 @@ class Attention(nn.Module):
       return x_BTHC
     return jnp.clip(x_BTHC, -limit, limit)
 
-  def _norm(self, x_BTHC: jax.Array, name: str) -> jax.Array:
-    """Queries or keys, normalised if the form says so."""
-    qk_norm = self.spec.form.qk_norm
+  def _norm(self, x_BTHC: jax.Array, name: str, inputs: LayerInputs) -> jax.Array:
+    """Queries or keys, normalised if the form says so, and where scanned layers differ in it."""
+    own_BTHC = self._normed(x_BTHC, name, self.spec.form)
+    otherwise = self.spec.otherwise
+    if otherwise is None or otherwise.form == self.spec.form:
+      return own_BTHC
+    assert inputs.is_first is not None
+    return jnp.where(inputs.is_first, own_BTHC, self._normed(x_BTHC, name, otherwise.form))
+
+  def _normed(self, x_BTHC: jax.Array, name: str, form: AttentionForm) -> jax.Array:
+    """Queries or keys, normalised if `form` says so."""
+    qk_norm = form.qk_norm
     if not qk_norm:
       return x_BTHC
-    norm = build_norm(self.cfg, f"{name}_norm")
-    if qk_norm == "head":
+    names: tuple[str, ...] = ("norm",)
+    if qk_norm == "channels":
+      names = ("q_heads" if name == "query" else "kv_heads", "norm")
+    norm = build_norm(self.cfg, f"{name}_norm", has_scale=form.norm_scale, names=names)
+    if qk_norm in ("head", "channels"):
       return norm(x_BTHC)
     num_rows, num_positions = x_BTHC.shape[:2]
     x_BTP = x_BTHC.reshape(num_rows, num_positions, -1)  # P: the channels of all heads.

@@ -69,7 +69,8 @@ def update(
 
   Padding (segment 0) does not advance the length: later positions overwrite it, as they do
   positions removed by `rewind`. T new positions need T - 1 slots more than the window (or than all
-  positions), because slots are overwritten before all queries have attended their old content.
+  positions), because slots are overwritten before all queries have attended their old content. The
+  window may differ between queries: an array [B, T, 1].
   """
   length_B: jax.Array = layer.get_variable(COLLECTION, _LENGTH)
   num_real_B = jnp.sum(segment_BT > 0, axis=1, dtype=jnp.int32)

@@ -21,6 +21,7 @@ class LayerInputs(NamedTuple):
   segment_BT: jax.Array
   rope: Mapping[str, RopeTables] = {}  # by the name of the RopeSpec
   query_scale_BT: jax.Array | None = None  # None: queries are not scaled
+  position_BT: jax.Array | None = None  # in the document; None: no layer attends within chunks
   key_bias_BTH: jax.Array | None = None  # added to the scores of keys (layers/alibi.py)
   # Of layers of earlier stacks, by what these call them: `writes` of AttentionSpec.
   keys_values: Mapping[str, KeysValues] = {}
@@ -43,4 +44,4 @@ class LayerInputs(NamedTuple):
 _SAME: Any = nn.broadcast  # typed as the fields, in whose places the axes are
 _BY_LAYER: Any = 0
 # How a scan over layers treats the fields.
-SCAN_AXES = LayerInputs(_SAME, _SAME, _SAME, _SAME, _SAME, _BY_LAYER, _BY_LAYER)
+SCAN_AXES = LayerInputs(_SAME, _SAME, _SAME, _SAME, _SAME, _SAME, _BY_LAYER, _BY_LAYER)

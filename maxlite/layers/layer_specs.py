@@ -49,6 +49,11 @@ class MixerSpec:
     """Products per token of a row, besides those with parameters."""
     raise NotImplementedError
 
+  @property
+  def parts(self) -> tuple["MixerSpec", ...]:
+    """The mixers that it consists of: itself, or several that work in parallel."""
+    return (self,)
+
   def scanned_with(self, other: "MixerSpec") -> "MixerSpec":
     """One spec for mixers of the same scan, which has the same parameters for both."""
     raise NotImplementedError(f"{self} and {other} in one scan")
@@ -80,24 +85,36 @@ class AttentionSpec(MixerSpec):
   num_kv_heads: int
   head_dim: int
   window: int = 0  # positions that a query attends, including its own; 0: all
+  chunked: bool = False  # of them, only those in its chunk of `window` positions of a document
+  scales_queries: bool = True  # if LayerInputs has a scale
   values_are_keys: bool = False  # before norm and rotary embedding
   num_bias_channels: int = 0  # of queries and keys, in addition to head_dim: see layers/alibi.py
   # It attends to the keys and values that another layer `writes`, and has none; "": to its own.
   reads: str = ""
-  # Layers of one scan have the same parameters but may differ in rope and window: this spec is that
-  # of layers whose `LayerInputs.is_first` is true, `otherwise` that of the others. None: all layers
-  # of the scan are alike.
+  # Layers of one scan have the same parameters but may differ in rope, window and what goes with
+  # them: this spec is that of layers whose `LayerInputs.is_first` is true, `otherwise` that of the
+  # others. None: all layers of the scan are alike.
   otherwise: "AttentionSpec | None" = None
 
   def macs_per_token(self, row_length: int) -> float:
     """Queries by keys and scores by values; a query attends half of its row on average."""
     window = min(self.window or row_length, row_length)
     num_hidden = (row_length - window) ** 2 / (2 * row_length)  # mean number outside of the window
-    return self.num_heads * (row_length / 2 - num_hidden) * 2 * self.head_dim
+    num_keys = window / 2 if self.chunked else row_length / 2 - num_hidden
+    return self.num_heads * num_keys * 2 * self.head_dim
 
   def scanned_with(self, other: MixerSpec) -> "AttentionSpec":
     assert isinstance(other, AttentionSpec), other
-    assert self == dataclasses.replace(other, window=self.window, rope=self.rope), (self, other)
+    alike = dataclasses.replace(
+      other,
+      form=self.form,
+      window=self.window,
+      chunked=self.chunked,
+      scales_queries=self.scales_queries,
+      rope=self.rope,
+    )
+    assert self == alike, (self, other)
+    assert self.form == other.form or not self.form.norm_scale, (self, other)
     if not self.window and other.window:  # a plan counts how many layers have the window
       return other.scanned_with(self)
     return dataclasses.replace(self, otherwise=other)
@@ -191,6 +208,31 @@ class MambaSpec(MixerSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionBesideMambaSpec(MixerSpec):
+  """Attention and a state-space layer of one input, with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:AttentionBesideMamba"
+  name: ClassVar[str] = "attention_beside_mamba"
+  shares_scope: ClassVar[bool] = True
+  is_recurrent: ClassVar[bool] = True
+
+  attention: AttentionSpec
+  mamba: MambaSpec
+
+  @property
+  def parts(self) -> tuple[MixerSpec, ...]:
+    return self.attention, self.mamba
+
+  @property
+  def kv_channels(self) -> int:
+    return self.attention.kv_channels
+
+  @property
+  def head_channels(self) -> int:
+    return self.attention.head_channels
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
   """A gated convolution over few positions; its size is cfg.short_conv."""
 
@@ -200,6 +242,17 @@ class ShortConvSpec(MixerSpec):
 
   def macs_per_token(self, row_length: int) -> float:
     return 0  # elementwise operations are not counted
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMixerSpec(MixerSpec):
+  """The layer is only a feed-forward."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+  def macs_per_token(self, row_length: int) -> float:
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +278,13 @@ class MlpSpec(FeedForwardSpec):
   hidden_dim: int
   limit: float = 0.0  # of the activation's input; 0: none
   has_bias: bool = False  # both projections have one
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledMlpSpec(MlpSpec):
+  """An MLP with the factors of cfg.multipliers."""
+
+  module: ClassVar[str] = "maxlite.layers.attention_beside_mamba:ScaledMlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,12 +316,31 @@ class MoeBesideMlpSpec(FeedForwardSpec):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoFeedForwardSpec(FeedForwardSpec):
+  """The layer is only a mixer."""
+
+  module: ClassVar[str] = ""
+  name: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
-  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream."""
+  """A decoder layer: a mixer, then a feed-forward, each added to the residual stream.
+
+  One of the two may be missing.
+  """
 
   mixer: MixerSpec
   feed_forward: FeedForwardSpec
   has_per_layer_input: bool = False  # an embedding of each token that is this layer's own
+
+  @property
+  def has_mixer(self) -> bool:
+    return not isinstance(self.mixer, NoMixerSpec)
+
+  @property
+  def has_feed_forward(self) -> bool:
+    return not isinstance(self.feed_forward, NoFeedForwardSpec)
 
   @property
   def sums(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class Mamba(nn.Module):
   of heads share queries and keys. Each head decays its state by exp(-exp(decay_rate) step), with
   step = softplus(projection + step_bias), and writes its values times the step. The values times
   `skip_scale` are added to the output, which is multiplied by silu(gate), normalised over the heads
-  of each group, and projected.
+  of each group, and projected; mamba_norm says whether the norm is after the gate.
 
   Source: Dao and Gu, Transformers are SSMs (2024), section 7 and figure 6.
   """
@@ -57,10 +57,7 @@ class Mamba(nn.Module):
     projections = self._projections(x_BTD, segment_BT)
     gate_BTHU = self._project(x_BTD, "gate", "q_heads", self._heads)
     y_BTHU = self._mix(projections, self._weights(), segment_BT)
-    y_BTHU *= jax.nn.silu(gate_BTHU.astype(y_BTHU.dtype))
-    is_real_BT11 = segment_BT[..., None, None] > 0
-    y_BTHU = jnp.where(is_real_BT11, y_BTHU, 0)  # padding reads no document
-    norm = GroupNorm(self.cfg, self.cfg.mamba.mamba_num_groups, name="norm")
+    y_BTHU = self._gated(y_BTHU, gate_BTHU, segment_BT)
     out = self.linear(
       self.cfg,
       self.sharder,
@@ -69,7 +66,7 @@ class Mamba(nn.Module):
       num_in=2,
       name="out",
     )
-    y_BTD = checkpoint_name(out(norm(y_BTHU).astype(x_BTD.dtype)), "out_proj")
+    y_BTD = checkpoint_name(out(y_BTHU.astype(x_BTD.dtype)), "out_proj")
     return self.sharder.constrain(y_BTD, (*ROWS, "activation_embed")), None
 
   @property
@@ -79,6 +76,20 @@ class Mamba(nn.Module):
   @property
   def _groups(self) -> tuple[int, int]:
     return self.cfg.mamba.mamba_num_groups, self.cfg.mamba.mamba_state_dim
+
+  def _gated(self, y_BTHU: jax.Array, gate_BTHU: jax.Array, segment_BT: jax.Array) -> jax.Array:
+    """The outputs of the recurrence, gated and normalised."""
+    mamba = self.cfg.mamba
+    gate_BTHU = jax.nn.silu(gate_BTHU.astype(y_BTHU.dtype))
+    if mamba.mamba_norm != "before_gate":
+      y_BTHU *= gate_BTHU
+    is_real_BT11 = segment_BT[..., None, None] > 0
+    y_BTHU = jnp.where(is_real_BT11, y_BTHU, 0)  # padding reads no document
+    if mamba.mamba_norm != "none":
+      y_BTHU = GroupNorm(self.cfg, mamba.mamba_num_groups, name="norm")(y_BTHU)
+    if mamba.mamba_norm == "before_gate":
+      y_BTHU *= gate_BTHU
+    return y_BTHU
 
   def _mix(self, projections: Projections, weights: Weights, segment_BT: jax.Array) -> jax.Array:
     """Returns y_BTHU of rows from their start on, or of the positions after those in the cache."""

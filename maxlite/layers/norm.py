@@ -51,7 +51,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
   """(x - mean(x)) / std(x) * scale + bias over the last axis, in float32, returned in x's type.
 
-  The variance is that of all channels, without Bessel's correction.
+  The variance is that of all channels, without Bessel's correction. `names` are the logical axes of
+  the parameters: those of the last axes of x.
 
   Source: Ba et al., Layer Normalization (2016), section 3.
   """
@@ -59,6 +60,7 @@ class LayerNorm(nn.Module):
   epsilon: float
   weight_dtype: jnp.dtype
   has_bias: bool = True
+  names: tuple[str, ...] = ("norm",)
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -73,18 +75,33 @@ class LayerNorm(nn.Module):
     return y.astype(x.dtype)
 
   def _channels(self, name: str, init: Init, shape: tuple[int, ...]) -> jax.Array:
-    """A parameter of each channel, for an array of this shape."""
-    value_D = self.param(name, partitioned(init, ("norm",)), shape[-1:], self.weight_dtype)
-    return value_D.reshape((*(1,) * (len(shape) - 1), -1))
+    """A parameter with the axes `names`, for an array of this shape."""
+    num_axes = len(self.names)
+    last = shape[-num_axes:]
+    value = self.param(name, partitioned(init, self.names), last, self.weight_dtype)
+    return value.reshape((*(1,) * (len(shape) - num_axes), *last))
 
 
-def build_norm(cfg: ModelConfig, name: str | None = None, *, has_scale: bool = True) -> nn.Module:
-  """The norm of the family of `cfg`."""
+def build_norm(
+  cfg: ModelConfig,
+  name: str | None = None,
+  *,
+  has_scale: bool = True,
+  names: tuple[str, ...] = ("norm",),
+) -> nn.Module:
+  """The norm of the family of `cfg`.
+
+  Args:
+    names: the logical axes of its parameters; several for a LayerNorm only.
+  """
   family = cfg.family
   weight_dtype = jnp.dtype(cfg.weight_dtype)
   if family.norm == "layer":
     assert has_scale, name
-    return LayerNorm(cfg.normalization_layer_epsilon, weight_dtype, family.norm_bias, name=name)
+    return LayerNorm(
+      cfg.normalization_layer_epsilon, weight_dtype, family.norm_bias, names, name=name
+    )
+  assert names == ("norm",), name
   return RMSNorm(
     cfg.normalization_layer_epsilon,
     weight_dtype,

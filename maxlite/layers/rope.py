@@ -12,7 +12,8 @@ from maxlite.errors import UserError
 from maxlite.kernels.numerics import accumulator_dtype
 
 # Numbers of rotations over the original context. Channel pairs with fewer than SLOW are
-# interpolated. Those with more than LLAMA_FAST are kept by Llama 3.1; YaRN has cfg.beta_fast.
+# interpolated. Llama 3.1 keeps those with more than LLAMA_FAST, Llama 4 all others; YaRN has
+# cfg.beta_fast.
 SLOW = 1.0
 LLAMA_FAST = 4.0
 
@@ -55,14 +56,16 @@ def score_factor(cfg: RopeConfig) -> float:
   return 1.0
 
 
-def query_scale(position_BT: jax.Array, cfg: RopeConfig) -> jax.Array:
+def query_scale(position_BT: jax.Array, cfg: RopeConfig, first: int = 0) -> jax.Array:
   """scale_BT, float32: the factor of the query at each position, which grows with its logarithm.
 
   Source: the code published with Mistral Small 4 (2026), which has it from Llama 4.
+
+  Args:
+    first: the number of the first position; positions of the batch count from 0.
   """
-  num_contexts_BT = jnp.floor(
-    position_BT.astype(jnp.float32) / cfg.original_max_position_embeddings
-  )
+  number_BT = position_BT.astype(jnp.float32) + first
+  num_contexts_BT = jnp.floor(number_BT / cfg.original_max_position_embeddings)
   return 1 + cfg.query_scaling_beta * jnp.log(1 + num_contexts_BT)
 
 
@@ -216,6 +219,12 @@ def _pair_with_rotations(rotations: float, num_channels: int, cfg: RopeConfig) -
   return num_channels * math.log(ratio) / (2 * log_timescale)
 
 
+def _llama4_step(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
+  """1 for pairs with fewer than SLOW rotations. Source: the code of Llama 4 Scout (2025)."""
+  rotations_C = cfg.original_max_position_embeddings * frequency_C / (2 * math.pi)
+  return (rotations_C < SLOW).astype(np.float64)
+
+
 def _llama_ramp(frequency_C: np.ndarray, cfg: RopeConfig) -> np.ndarray:
   """A ramp over rotations. Source: the code published with Grattafiori et al., Llama 3 (2024)."""
   num_positions = cfg.original_max_position_embeddings
@@ -230,6 +239,7 @@ INTERPOLATIONS = {
   "dynamic": _keep_all,
   "linear": _interpolate_all,
   "llama3.1": _llama_ramp,
+  "llama4": _llama4_step,
   "yarn": _yarn_ramp,
   "proportional": _keep_all,
 }

@@ -5,6 +5,7 @@
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -163,8 +164,8 @@ def _mixer_macs_per_token(
   """
   total = 0.0
   for stack in layer_stacks(model):
-    mixers = [layer.mixer for layer in stack.layers if layer.mixer.is_recurrent == is_recurrent]
-    counts = collections.Counter(mixers)
+    parts = itertools.chain(*(layer.mixer.parts for layer in stack.layers))
+    counts = collections.Counter(part for part in parts if part.is_recurrent == is_recurrent)
     forward = sum(n * mixer.macs_per_token(row_length) for mixer, n in counts.items())
     total += forward * gradients.passes(stack.name)
   return total

@@ -162,11 +162,18 @@ class Decoder(nn.Module):
       layers = [*layers, mtp_layer_spec(self.cfg)]
     query_scale_BT = None
     if self.cfg.rope.query_scaling_beta:
-      query_scale_BT = query_scale(position_BT, self.cfg.rope)
+      first = 1 if self.cfg.family.scales_global_queries else 0
+      query_scale_BT = query_scale(position_BT, self.cfg.rope, first)
     key_bias_BTH = None
     if self.cfg.family.positions == "alibi":
       key_bias_BTH = key_bias(position_BT, self.cfg.base_num_query_heads)
-    return LayerInputs(segment_BT, rope_by_name(position_BT, layers), query_scale_BT, key_bias_BTH)
+    return LayerInputs(
+      segment_BT,
+      rope_by_name(position_BT, layers),
+      query_scale_BT,
+      position_BT if self.cfg.family.chunked else None,
+      key_bias_BTH,
+    )
 
   def _run(
     self, stack: LayerStack, x_BTD: jax.Array, inputs: LayerInputs

@@ -68,37 +68,47 @@ class DecoderLayer(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerOutputs]:
-    mixer = self._module(self.spec.mixer)
     input_BTD = x_BTD
-    mixed_BTD = self._pre_norm("attention_norm", x_BTD)
-    y_BTD, keys_values = mixer(mixed_BTD, inputs)
+    mixed_BTD = x_BTD
     sums: LayerSums = {}
-    if self.spec.mixer.has_sums:
-      y_BTD, sums["indexer"] = y_BTD
-    x_BTD += self._update("attention_post_norm", y_BTD)
-
-    spec = self.spec.feed_forward
-    feed_forward = self._module(spec)
-    if self.cfg.family.parallel == "one_norm":
-      normed_BTD = mixed_BTD
-    elif self.cfg.family.parallel:
-      normed_BTD = self._pre_norm(spec.pre_norm, input_BTD)
-    else:
-      normed_BTD = self._pre_norm(spec.pre_norm, x_BTD)
-    result = feed_forward(normed_BTD, inputs.segment_BT, x_BTD)
-    if spec.has_experts:
-      result, sums["moe"] = result
-    x_BTD += self._update(spec.post_norm, result)
-
+    written = {}
+    if self.spec.has_mixer:
+      mixed_BTD = self._pre_norm("attention_norm", x_BTD)
+      y_BTD, keys_values = self._module(self.spec.mixer)(mixed_BTD, inputs)
+      if self.spec.mixer.has_sums:
+        y_BTD, sums["indexer"] = y_BTD
+      x_BTD += self._update("attention_post_norm", y_BTD)
+      if self.spec.mixer.writes:
+        written[self.spec.mixer.writes] = keys_values
+    if self.spec.has_feed_forward:
+      spec = self.spec.feed_forward
+      normed_BTD = self._feed_forward_input(input_BTD, mixed_BTD, x_BTD)
+      result = self._module(spec)(normed_BTD, inputs.segment_BT, x_BTD)
+      if spec.has_experts:
+        result, sums["moe"] = result
+      x_BTD += self._update(spec.post_norm, result)
     if inputs.per_layer_BTP is not None:
       per_layer = PerLayerInput(self.cfg, self.sharder, self.linear, name="per_layer")
       x_BTD += per_layer(x_BTD, inputs.per_layer_BTP)
     if self.cfg.family.layer_scale:
       x_BTD = x_BTD * self._layer_scale().astype(x_BTD.dtype)
-    written = {}
-    if self.spec.mixer.writes:
-      written[self.spec.mixer.writes] = keys_values
     return x_BTD, LayerOutputs(sums, written)
+
+  def _feed_forward_input(
+    self, input_BTD: jax.Array, mixed_BTD: jax.Array, x_BTD: jax.Array
+  ) -> jax.Array:
+    """What the feed-forward reads.
+
+    Args:
+      input_BTD: the layer's input.
+      mixed_BTD: the mixer's input.
+      x_BTD: the sum of the layer's input and the mixer's output.
+    """
+    if self.cfg.family.parallel == "one_norm":
+      return mixed_BTD
+    if self.cfg.family.parallel:
+      return self._pre_norm(self.spec.feed_forward.pre_norm, input_BTD)
+    return self._pre_norm(self.spec.feed_forward.pre_norm, x_BTD)
 
   def _module(self, spec: MixerSpec | FeedForwardSpec) -> nn.Module:
     module: type[nn.Module] = pkgutil.resolve_name(spec.module)

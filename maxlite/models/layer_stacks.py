@@ -8,6 +8,7 @@ from collections.abc import Callable
 from maxlite.config.model_families import ModelFamily
 from maxlite.config.schema import ModelConfig
 from maxlite.layers.layer_specs import (
+  AttentionBesideMambaSpec,
   AttentionSpec,
   FeedForwardSpec,
   GatedDeltaSpec,
@@ -20,7 +21,10 @@ from maxlite.layers.layer_specs import (
   MlpSpec,
   MoeBesideMlpSpec,
   MoeSpec,
+  NoFeedForwardSpec,
+  NoMixerSpec,
   RopeSpec,
+  ScaledMlpSpec,
   ShortConvSpec,
 )
 
@@ -111,12 +115,8 @@ def listed_attention(cfg: ModelConfig) -> Stacks:
   """Attention in the layers that are listed, another mixer in the others; a stack for each run."""
   recurrent: MixerSpec = ShortConvSpec()
   if cfg.family.reads("mamba"):
-    mamba = cfg.mamba
-    num_channels = mamba.mamba_num_heads * mamba.mamba_head_dim
-    recurrent = MambaSpec(num_channels * mamba.mamba_state_dim)
-  attention = _attention(cfg, is_local=True)
-  if not cfg.family.global_rope:
-    attention = dataclasses.replace(attention, rope=_without_rotation(_rope(cfg, cfg.head_dim)))
+    recurrent = _mamba(cfg)
+  attention = _listed_attention(cfg)
   layers = []
   for number in range(cfg.base_num_decoder_layers):
     mixer = attention if number in cfg.attention_layers else recurrent
@@ -129,6 +129,55 @@ def listed_attention(cfg: ModelConfig) -> Stacks:
     stacks.append(LayerStack(f"layers_from_{first}", in_run))
     first += len(in_run)
   return tuple(stacks)
+
+
+def hybrid_pattern(cfg: ModelConfig) -> Stacks:
+  """Layers that are only a mixer or only a feed-forward, by the letters of a pattern.
+
+  A stack is the repeated part that covers most layers from its first one on, or one layer. A part
+  has at most one layer with experts, since the sums of several in a unit have no order by layer.
+  """
+  layer_of = {
+    "M": LayerSpec(_mamba(cfg), NoFeedForwardSpec()),
+    "*": LayerSpec(_listed_attention(cfg), NoFeedForwardSpec()),
+    "-": LayerSpec(NoMixerSpec(), _feed_forward(cfg, has_experts=False)),
+  }
+  if cfg.family.is_moe:
+    layer_of["E"] = LayerSpec(NoMixerSpec(), _feed_forward(cfg, has_experts=True))
+  pattern = cfg.hybrid_override_pattern
+  stacks = []
+  first = 0
+  while first < len(pattern):
+    unit, times = _repeated_part(pattern[first:])
+    layers = tuple(layer_of[letter] for letter in unit)
+    names = tuple(f"layer_{i}" for i in range(len(unit)))
+    stacks.append(_repeat(f"layers_from_{first}", layers, names, times))
+    first += len(unit) * times
+  return tuple(stacks)
+
+
+def _repeated_part(pattern: str) -> tuple[str, int]:
+  """The start of the pattern that covers most of it if it is repeated, and how often it is.
+
+  Of equal ones the shortest; one letter, once, if none repeats.
+  """
+  best = (pattern[0], 1)
+  for size in range(1, len(pattern) // 2 + 1):
+    unit = pattern[:size]
+    times = 1
+    while pattern.startswith(unit * (times + 1)):
+      times += 1
+    if times > 1 and unit.count("E") <= 1 and size * times > len(best[0]) * best[1]:
+      best = (unit, times)
+  return best
+
+
+def attention_beside_mamba(cfg: ModelConfig) -> Stacks:
+  """Attention and a state-space layer in every layer."""
+  attention = _attention(cfg, is_local=True)
+  mixer = AttentionBesideMambaSpec(attention, _mamba(cfg), rope=attention.rope)
+  layer = LayerSpec(mixer, ScaledMlpSpec(cfg.base_mlp_dim))
+  return (LayerStack("layers", (layer,) * cfg.base_num_decoder_layers),)
 
 
 def cycles(cfg: ModelConfig) -> Stacks:
@@ -166,6 +215,8 @@ LAYOUTS: dict[str, Callable[[ModelConfig], Stacks]] = {
   "latent": latent,
   "gated_delta": gated_delta,
   "listed_attention": listed_attention,
+  "hybrid_pattern": hybrid_pattern,
+  "attention_beside_mamba": attention_beside_mamba,
   "cycles": cycles,
 }
 
@@ -235,21 +286,39 @@ def _attention(cfg: ModelConfig, *, is_local: bool) -> AttentionSpec:
 
   In families without local layers, all are local in this sense.
   """
+  form = cfg.family.attention
   rope = _rope(cfg, cfg.head_dim)
   if cfg.family.global_layer_every:
     if not is_local and not cfg.family.global_rope:
       rope = _without_rotation(rope)
+      if form.norms_rotated:
+        form = dataclasses.replace(form, qk_norm="")
     elif is_local and cfg.family.global_rope and cfg.rope.local_rope_max_timescale:
       rope = _local_rope(cfg, rope.num_channels)
   return AttentionSpec(
-    form=cfg.family.attention,
+    form=form,
     num_heads=cfg.base_num_query_heads,
     num_kv_heads=cfg.base_num_kv_heads,
     head_dim=cfg.head_dim,
+    chunked=cfg.family.chunked and is_local,
+    scales_queries=not (cfg.family.scales_global_queries and is_local),
     rope=rope if cfg.family.positions == "rope" else None,
     window=cfg.sliding_window_size if is_local else 0,
     num_bias_channels=BIAS_CHANNELS if cfg.family.positions == "alibi" else 0,
   )
+
+
+def _listed_attention(cfg: ModelConfig) -> AttentionSpec:
+  """Attention of models in which the other layers are recurrent, with or without positions."""
+  attention = _attention(cfg, is_local=True)
+  if cfg.family.global_rope:
+    return attention
+  return dataclasses.replace(attention, rope=_without_rotation(_rope(cfg, cfg.head_dim)))
+
+
+def _mamba(cfg: ModelConfig) -> MambaSpec:
+  mamba = cfg.mamba
+  return MambaSpec(mamba.mamba_num_heads * mamba.mamba_head_dim * mamba.mamba_state_dim)
 
 
 def _cycle_attention(cfg: ModelConfig, *, is_local: bool, is_read: bool, reads: bool) -> MixerSpec:

@@ -8,7 +8,7 @@ kernel starts at 1/sqrt(fan in) and all parameters have one learning rate:
 | embedding | sqrt(m) | 1 | 1 |
 | hidden kernels, also of experts | 1 | 1/m | 1/sqrt(m) |
 | output kernel, router | 1/sqrt(m) | 1/m | 1/m |
-| biases, norms, sinks | 1 | 1 | 1 |
+| biases, norms, sinks, taps of convolutions | 1 | 1 | 1 |
 
 All widths (heads, MLP, experts, latents) are taken to grow with base_emb_dim; vocabulary, number of
 experts and depth do not. Muon's updates have singular values of 0.2 sqrt(max(fan in, fan out)), an
@@ -56,7 +56,7 @@ def parameter_scale(
     updates: the kind of the optimizer's updates; see `OptimizerEntry`.
   """
   m = cfg.base_emb_dim / cfg.scaling.mup_base_emb_dim
-  if re.search(NO_DECAY, path) or len(names) < 2:
+  if re.search(NO_DECAY, path) or len(names) < 2 or "taps" in names:  # of one channel each
     scale = ParameterScale(1.0, 1.0)
   elif names[0] == "vocab":
     scale = ParameterScale(m**0.5, 1.0)

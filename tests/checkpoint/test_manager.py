@@ -21,13 +21,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.corruption import corrupted
 
-from maxlite.checkpoint import manager, repeated_read
+from maxlite.checkpoint import orbax_io, repeated_read
 from maxlite.checkpoint.checksum import tree_hash
-from maxlite.checkpoint.manager import (
-  MIN_SLICE_BYTES,
-  Checkpoints,
-  CheckpointWriteError,
-)
+from maxlite.checkpoint.manager import Checkpoints, CheckpointWriteError
+from maxlite.checkpoint.orbax_io import MIN_SLICE_BYTES
 from maxlite.config import load_config
 from maxlite.config.schema import CheckpointConfig
 from maxlite.errors import UserError
@@ -462,7 +459,7 @@ def test_saving_a_damaged_step_keeps_both(folder):
 @pytest.mark.parametrize("min_slice_bytes", [MIN_SLICE_BYTES, 4])
 def test_replicas_write_slices_of_large_arrays_only(tmp_path, monkeypatch, min_slice_bytes):
   """Orbax compiles a program for each slice."""
-  monkeypatch.setattr(manager, "MIN_SLICE_BYTES", min_slice_bytes)
+  monkeypatch.setattr(orbax_io, "MIN_SLICE_BYTES", min_slice_bytes)
   state = jax.device_put({"x": np.arange(8.0, dtype=np.float32)}, NamedSharding(mesh_of(2, 4), P()))
   compiled = []
   checkpoints = open_checkpoints(tmp_path)

@@ -171,6 +171,27 @@ MISTAKES = (
       "decoder_block=gemma4_moe",
       "write mlp_only_layers=[]",
     ),
+    ("decoder_block=falcon_h1", "ssm_multipliers=[1,2]"): (
+      "ssm_multipliers=[1.0, 2.0]",
+      "has 2 numbers, but 5",
+    ),
+    ("decoder_block=nemotron_h", "hybrid_override_pattern=M-"): (
+      "hybrid_override_pattern=M-",
+      "each of the 4 layers",
+      "hybrid_override_pattern='M-M-'",
+    ),
+    ("decoder_block=nemotron_h", "hybrid_override_pattern=MEM-"): ("letters are M * -",),
+    ("decoder_block=nemotron_h_moe", "hybrid_override_pattern=M-M*"): (
+      "leaves no MoE layer",
+      "decoder_block=nemotron_h",
+    ),
+    ("decoder_block=nemotron_h_moe", "hybrid_override_pattern=MEM*", "mlp_only_layers=[1]"): (
+      "mlp_only_layers=[1]",
+      "write mlp_only_layers=[]",
+    ),
+    ("decoder_block=nemotron_h", "hybrid_override_pattern=M-M-", "mtp_num_layers=1"): (
+      "write mtp_num_layers=0",
+    ),
     ("first_num_dense_layers=1", "interleave_moe_layer_step=2"): (
       "interleave_moe_layer_step=2",
       "the 3 other layers",

@@ -27,7 +27,17 @@ from maxlite.models.decoder_layer import LAYER_SCALE
 from maxlite.optim.labels import decay_mask, path_of
 
 # Together these have every kind of layer; the other families differ in fields of their parts.
-STRUCTURES = ("deepseek", "gemma2", "gemma4", "gpt_oss", "qwen3_next", "bamba", "lfm2")
+STRUCTURES = (
+  "deepseek",
+  "gemma2",
+  "gemma4",
+  "gpt_oss",
+  "qwen3_next",
+  "bamba",
+  "lfm2",
+  "nemotron_h",
+  "falcon_h1",
+)
 STACKS = ("dense_layers", "layers", "kv_shared_layers")
 every_family = pytest.mark.parametrize("family", MODELS)
 every_structure = pytest.mark.parametrize("family", fast_only(STRUCTURES, "gemma2"))

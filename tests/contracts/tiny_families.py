@@ -43,6 +43,16 @@ TINY = {
   "mamba_state_dim": 6,
   "mamba_chunk_size": 4,
 }
+_LLAMA4 = {
+  "base_num_decoder_layers": 5,
+  "num_experts_per_tok": 1,
+  "router": "topk_sigmoid",
+  "norm_topk_prob": False,
+  "shared_experts": 1,
+  "sliding_window_size": 3,
+  "query_scaling_beta": 0.5,
+  "original_max_position_embeddings": 2,
+}
 # Changes to TINY per family.
 FAMILY_KEYS = {
   "smollm3": {"base_num_decoder_layers": 5},
@@ -107,6 +117,8 @@ FAMILY_KEYS = {
     "partial_rotary_factor": 0.5,
   },
   "hunyuan_moe": {"shared_experts": 1},
+  "llama4": _LLAMA4,
+  "llama4_maverick": _LLAMA4 | {"interleave_moe_layer_step": 2, "base_num_decoder_layers": 6},
   "gpt2": {"mlp_activations": ("gelu",), "trainable_position_size": 16},
   "opt": {"mlp_activations": ("relu",), "trainable_position_size": 16},
   "starcoder2": {"mlp_activations": ("gelu",), "sliding_window_size": 3},
@@ -128,6 +140,27 @@ FAMILY_KEYS = {
     "attention_layers": (0,),
     "shared_experts": 1,
     "residual_multiplier": 0.5,
+  },
+  "falcon_h1": {
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.75,
+    "key_multiplier": -0.5,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.625,
+    "ssm_multipliers": (0.75, 1.25, 0.5, 1.5, 0.875),
+    "mlp_multipliers": (0.875, 1.125),
+  },
+  "nemotron_h": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "M-M-*M",
+    "mlp_activations": ("squared_relu",),
+  },
+  "nemotron_h_moe": {
+    "base_num_decoder_layers": 6,
+    "hybrid_override_pattern": "MEME*-",
+    "mlp_activations": ("squared_relu",),
+    "shared_experts": 1,
+    "router": "sigmoid_group_topk",
   },
   "lfm2": {"base_num_decoder_layers": 3, "attention_layers": (1,)},
   "lfm2_moe": {

@@ -63,6 +63,8 @@ WITH_EXPERTS = (
 SHARED_TENSORS = {
   "bamba": "mamba.in_proj holds 5 projections",
   "granitemoehybrid": "mamba.in_proj holds 5 projections",
+  "falcon_h1": "mamba.in_proj holds 5 projections",
+  "nemotron_h": "mixer.in_proj holds 5 projections",
   "lfm2": "conv.in_proj holds 3 projections",
   "lfm2_moe": "conv.in_proj holds 3 projections",
   "glm": "mlp.gate_up_proj holds 2 projections",

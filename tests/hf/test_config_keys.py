@@ -129,7 +129,22 @@ MEANINGS = [
   ("phi", "rope_parameters", {}, {"partial_rotary_factor": 0.5}),
   ("starcoder2", "", {"sliding_window": None}, {"sliding_window_size": 0}),
   ("falcon", "", {"num_kv_heads": 2}, {"base_num_kv_heads": 1}),
+  ("cohere", "use_qk_norm", {}, {"decoder_block": "cohere"}),
+  ("cohere", "", {"use_qk_norm": None}, {"decoder_block": "cohere"}),
+  ("cohere", "rope_parameters", {}, {"rope_max_timescale": 500_000.0}),
   ("cohere2", "layer_types", {"sliding_window_pattern": 4}, {"logits_scaling": 1 / 0.3}),
+  ("llama4_text", "moe_layers", {}, {"interleave_moe_layer_step": 2}),
+  ("llama4_text", "", {"moe_layers": [1, 2, 9]}, {"mlp_only_layers": (0, 3, 4, 5)}),
+  ("llama4_text", "", {"use_qk_norm": False}, {"decoder_block": "llama4_maverick"}),
+  ("llama4_text", "", {"attn_temperature_tuning": False}, {"query_scaling_beta": 0.0}),
+  ("llama4_text", "", {"attn_temperature_tuning": 4}, {"original_max_position_embeddings": 3}),
+  ("llama4_text", "layer_types", {"no_rope_layers": []}, {"sliding_window_size": 4}),
+  (
+    "llama4_text",
+    "",
+    {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}, "floor_scale": 8},
+    {"rope_type": "llama4", "original_max_position_embeddings": 8},
+  ),
   ("granite", "", {"attention_multiplier": 0.5}, {"query_pre_attn_scalar": 0.0}),
   ("granitemoeshared", "", {"router_aux_loss_coef": 0.5}, {"shared_experts": 2}),
   # 500 * 3 ** (4 / 2)
@@ -160,6 +175,33 @@ MEANINGS = [
     {"attention_layers": (1,), "shared_experts": 2},
   ),
   ("granitemoehybrid", "", {"position_embedding_type": "nope"}, {"attention_layers": (1,)}),
+  (
+    "nemotron_h",
+    "layers_block_type",
+    {"hybrid_override_pattern": "MEME*-MM", "num_hidden_layers": 3},
+    {"hybrid_override_pattern": "MEME*-MM", "base_num_decoder_layers": 8},
+  ),
+  (
+    "nemotron_h",
+    "",
+    {
+      "hybrid_override_pattern": "M*",
+      "layers_block_type": ["mamba", "moe", "mamba", "moe", "attention", "mlp", "mamba", "mamba"],
+    },
+    {"hybrid_override_pattern": "MEME*-MM"},
+  ),
+  ("nemotron_h", "time_step_min", {}, {"mamba_num_groups": 2, "shared_experts": 2}),
+  ("nemotron_h", "", {"attention_head_dim": 4, "num_nextn_predict_layers": 1}, {"head_dim": 4}),
+  ("falcon_h1", "mamba_d_head", {}, {"mamba_head_dim": 4}),
+  ("falcon_h1", "mamba_d_ssm", {"mamba_d_ssm": None}, {"mamba_num_heads": 8}),
+  (
+    "falcon_h1",
+    "mlp_multipliers",
+    {"ssm_multipliers": None, "key_multiplier": 2.0},
+    {"mlp_multipliers": (1.0, 1.0), "ssm_multipliers": (1.0,) * 5, "key_multiplier": 2.0},
+  ),
+  ("falcon_h1", "mamba_norm_before_gate", {}, {"mamba_norm": "before_gate"}),
+  ("falcon_h1", "", {"lm_head_multiplier": 0.5}, {"logits_scaling": 2.0}),
   ("lfm2", "layer_types", {"full_attn_idxs": [2, 9]}, {"attention_layers": (2,)}),
   ("lfm2", "intermediate_size", {"block_ff_dim": 24}, {"base_mlp_dim": 16}),
   ("lfm2", "", {"block_ffn_dim_multiplier": None}, {"base_mlp_dim": 16}),
@@ -247,6 +289,17 @@ REFUSED = [
   ),
   ("granitemoehybrid", {"shared_intermediate_size": 20}, "only multiples of intermediate_size=12"),
   ("granitemoehybrid", {"layer_types": ["linear_attention"]}, "has layer_types"),
+  ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "has layers_block_type=.* M .linear_att"),
+  ("nemotron_h", {"layers_block_type": []}, r"has layers_block_type=\[\]"),
+  ("nemotron_h", {"time_step_limit": [0.001, 1.0]}, r"time_step_limit=\[0.001, 1.0\]"),
+  ("nemotron_h", {"attention_head_dim": 8}, "attention_head_dim=8"),
+  ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size=8"),
+  ("nemotron_h", {"moe_shared_expert_intermediate_size": 20}, "only multiples of moe_intermediate"),
+  ("nemotron_h", {"use_bias": True}, "use_bias=True"),
+  ("falcon_h1", {"mamba_d_ssm": 16}, "mamba_n_heads=8, but 16 channels"),
+  ("falcon_h1", {"lm_head_multiplier": -1.0}, "lm_head_multiplier=-1.0"),
+  ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers=.*5 numbers"),
+  ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True"),
   ("lfm2", {"layer_types": ["conv", "sliding_attention"] * 2}, "has layer_types"),
   ("lfm2", {"conv_bias": True}, "conv_bias=True"),
   ("lfm2_moe", {"layer_types": None}, "layer_types=null"),
@@ -271,9 +324,24 @@ REFUSED = [
   ("falcon", {"alibi": True}, "alibi=True, bias=False, parallel_attn=True"),
   ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads=2"),
   ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2"),
+  ("cohere", {"logit_scale": -0.5}, "logit_scale=-0.5"),
+  ("cohere", {"sliding_window": 4}, "sliding_window=4"),
   ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
   ("cohere2", {"logit_scale": 0.0}, "logit_scale=0.0"),
   ("cohere2", {"layer_types": ["full_attention"] * 5}, "has layer_types"),
+  ("llama4_text", {"no_rope_layers": [1, 1, 0, 1, 1, 1]}, "has no_rope_layers"),
+  (
+    "llama4_text",
+    {"no_rope_layers": None, "no_rope_layer_interval": 3},
+    "no_rope_layer_interval=3",
+  ),
+  ("llama4_text", {"layer_types": ["full_attention"] * 6}, "has layer_types"),
+  ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+  ("llama4_text", {"moe_layers": []}, "no layer has experts"),
+  ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=null"),
+  ("llama4_text", {"rope_parameters": LLAMA3}, "floor_scale=3"),
+  ("llama4_text", {"rope_scaling": YARN}, "of type 'yarn'"),
+  ("llama", {"rope_scaling": LLAMA3 | {"rope_type": "llama4"}}, "of type 'llama4'"),
   ("llama", {"num_wings": 2}, "has num_wings, which maxlite does not read"),
   ("llama", {"rope_parameters": {"num_wings": 2}}, "has rope_parameters.num_wings, which"),
 ]
@@ -354,6 +422,14 @@ def test_dense_layers_beside_gated_delta_nets_are_listed(step, listed, dense):
   _, hf = find_family(cfg)
   assert (hf["decoder_sparse_step"], hf["mlp_only_layers"]) == (1, dense)
   assert hf["intermediate_size"] == given["intermediate_size"]
+
+
+@pytest.mark.hf
+@needs_transformers
+def test_layers_that_are_not_listed_are_those_of_the_config_class():
+  values = without(config_of("nemotron_h"), "layers_block_type")
+  keys = FAMILIES["nemotron_h"].config_from_hf(values)
+  assert keys["hybrid_override_pattern"] == config_class("nemotron_h")().hybrid_override_pattern
 
 
 def test_units_with_the_same_dense_layers_are_one_stack():

@@ -48,7 +48,9 @@ VARIANTS = (
   *("falcon_alibi", "falcon_grouped", "falcon_own_norms", "gpt_neox_sequential"),
   *("mixtral_window", "qwen2_moe_listed", "qwen3_moe_listed", "qwen3_next_listed"),
   *("ernie4_5_moe_every_second", "glm4_moe_lite_listed"),
-  *("granitemoehybrid_dense", "granitemoehybrid_rope"),
+  *("granitemoehybrid_dense", "granitemoehybrid_rope", "nemotron_h_dense"),
+  *("falcon_h1_without_norm", "falcon_h1_norm_first"),
+  *("llama4_text_maverick", "cohere_plain"),
   *("phi3_longrope", "llama_dynamic", "llama_two_mscales", "deepseek_v2_two_mscales"),
 )
 

@@ -15,7 +15,15 @@ from maxlite.inference.sampling import SamplingParams
 
 NUM_TOKENS = 30
 PROMPTS = ([3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 9, 8, 1, 2, 3])
-RECURRENT = ("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_next")
+RECURRENT = (
+  "bamba",
+  "falcon_h1",
+  "granitemoehybrid",
+  "lfm2",
+  "lfm2_moe",
+  "nemotron_h",
+  "qwen3_next",
+)
 
 
 class Characters:

@@ -1,4 +1,4 @@
-"""LayerNorm, biases, learned positions, ALiBi and parallel layers on meshes, in float64."""
+"""LayerNorm, biases, positions, parallel layers and chunks on meshes, in float64."""
 
 import functools
 import math
@@ -32,6 +32,23 @@ TINY = {
   "scan_unroll": 1,
 }
 LEARNED = {"trainable_position_size": 8}
+CHUNKED = {
+  "base_num_decoder_layers": 4,
+  "base_num_kv_heads": 2,
+  "interleave_moe_layer_step": 2,
+  "mlp_activations": ("silu", "linear"),
+  "num_experts": 4,
+  "num_experts_per_tok": 1,
+  "base_moe_mlp_dim": 8,
+  "shared_experts": 1,
+  "router": "topk_sigmoid",
+  "norm_topk_prob": False,
+  "sliding_window_size": 3,
+  "query_scaling_beta": 0.5,
+  "original_max_position_embeddings": 2,
+  "normalization_layer_epsilon": 0.1,
+}
+CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED}
 RNG = np.random.default_rng(0)
 TOKENS_BT = RNG.integers(24, size=SHAPE_BT).astype(np.int32)
 SEGMENT_BT = np.array([[1] * 5 + [2] * 3, [1] * 8], np.int32)
@@ -78,17 +95,21 @@ def on_one_device(family, **changes):
     ("opt", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
     ("falcon_alibi", {"context": 2, "tensor": 2}, "all_gather"),
     ("phi", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),
+    ("llama4", {"expert": 2, "context": 2, "tensor": 2}, "all_gather"),
+    slow("llama4", {"fsdp": 2, "context": 4}, "ring"),
+    slow("llama4", {"context": 2, "tensor": 2}, "ulysses"),
     slow("falcon_alibi", {"context": 2, "tensor": 2}, "ring"),
     slow("falcon_alibi", {"context": 2, "tensor": 2}, "ulysses"),
     slow("opt", {"expert": 2, "tensor": 4}, "all_gather"),
     slow("gpt2", {"fsdp": 2, "context": 2, "tensor": 2}, "ulysses"),
     slow("gpt_neox", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
     slow("falcon", {"fsdp": 2, "tensor": 4}, "all_gather"),
+    ("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
     slow("cohere2", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
   ],
 )
 def test_a_mesh_changes_neither_loss_nor_gradients(family, mesh, strategy):
-  changes = LEARNED if family in ("opt", "gpt2") else {}
+  changes = CHANGES.get(family, {})
   params, value, gradients = on_one_device(family, **changes)
   with jax.enable_x64(True):
     model = model_of(family, mesh, context_parallel_strategy=strategy, **changes)

@@ -84,6 +84,16 @@ def test_factors_are_the_published_ones(block, of_layer):
   assert scales(cfg) == EMBED | UNEMBED | layers(of_layer)
 
 
+@pytest.mark.parametrize("block", ["bamba", "lfm2"])
+def test_taps_of_a_channel_do_not_depend_on_the_number_of_channels(block):
+  keys = MUP | {"attention_layers": [1], "base_num_decoder_layers": 2, "mamba_num_heads": 8}
+  cfg = config_of(4, decoder_block=block, **keys).model
+  paths = [path_of(key) for key, _ in jax.tree.leaves_with_path(shapes_and_names(cfg)[0])]
+  taps = {path for path in paths if path.endswith("_conv")}
+  assert taps
+  assert not taps & set(scales(cfg))
+
+
 def test_factors_of_muon_follow_the_spectral_norm():
   cfg = config_of(4, decoder_block="llama", **MUP).model
   by_muon = {path: (1, 1 / 2) for path in DENSE}

@@ -182,18 +182,6 @@ def listed_attention(cfg: Config) -> Violations:
       ["attention_layers", "base_num_decoder_layers"],
       f"must be different numbers from 0 to {num_layers - 1}, in order",
     )
-  mamba = model.mamba
-  if model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
-    divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
-    yield Violation(
-      ["mamba_num_heads", "mamba_num_groups"],
-      f"heads must be a multiple of groups; write mamba_num_groups={divisor}",
-    )
-  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
-    yield Violation(
-      [key, "decoder_block"],
-      f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
-    )
   if model.family.is_moe:
     keys = ["interleave_moe_layer_step", "mlp_only_layers"]
     for key in changed_keys(cfg, keys):
@@ -201,6 +189,66 @@ def listed_attention(cfg: Config) -> Violations:
         [key, "decoder_block"],
         "the dense layers of this family are the first_num_dense_layers; write "
         f"{key}={show(DEFAULTS[key])}",
+      )
+
+
+def hybrid_pattern(cfg: Config) -> Violations:
+  """The rules on models whose layers are listed by letters."""
+  model = cfg.model
+  pattern = model.hybrid_override_pattern
+  if model.family.layout != "hybrid_pattern":
+    return
+  num_layers = model.base_num_decoder_layers
+  if len(pattern) != num_layers:
+    yield Violation(
+      ["hybrid_override_pattern", "base_num_decoder_layers"],
+      f"must have a letter for each of the {num_layers} layers; write for example "
+      f"hybrid_override_pattern='{('M-' * num_layers)[:num_layers]}'",
+    )
+  keys = ["hybrid_override_pattern", "decoder_block"]
+  letters = "M*-E" if model.family.is_moe else "M*-"
+  if not {*pattern} <= {*letters}:
+    yield Violation(keys, f"letters are {' '.join(letters)}; write only these")
+  if model.family.is_moe and "E" not in pattern:
+    yield Violation(keys, "leaves no MoE layer; write an E, or decoder_block=nemotron_h")
+  if model.family.is_moe:
+    plan = ["first_num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers"]
+    for key in changed_keys(cfg, plan):
+      yield Violation(
+        [key, "hybrid_override_pattern"],
+        f"the pattern says which layers are MoE; write {key}={show(DEFAULTS[key])}",
+      )
+
+
+def recurrence(cfg: Config) -> Violations:
+  """The rules on state-space layers and short convolutions."""
+  model = cfg.model
+  if not model.family.reads("mamba") and not model.family.reads("short_conv"):
+    return
+  for key in changed_keys(cfg, ["num_draft_heads", "mtp_num_layers"]):
+    yield Violation(
+      [key, "decoder_block"],
+      f"drafts that are not accepted cannot be taken back from a recurrent state; write {key}=0",
+    )
+  mamba = model.mamba
+  if model.family.reads("mamba") and mamba.mamba_num_heads % mamba.mamba_num_groups:
+    divisor = largest_divisor(mamba.mamba_num_heads, mamba.mamba_num_groups)
+    yield Violation(
+      ["mamba_num_heads", "mamba_num_groups"],
+      f"heads must be a multiple of groups; write mamba_num_groups={divisor}",
+    )
+
+
+def multipliers(cfg: Config) -> Violations:
+  """The rules on factors of projections."""
+  factors = cfg.model.multipliers
+  for key, values, num in (
+    ("ssm_multipliers", factors.ssm_multipliers, 5),
+    ("mlp_multipliers", factors.mlp_multipliers, 2),
+  ):
+    if len(values) != num:
+      yield Violation(
+        [key], f"has {len(values)} numbers, but {num} are needed; write {key}={[1.0] * num}"
       )
 
 
@@ -271,6 +319,17 @@ def layer_cycles(cfg: Config) -> Violations:
     )
 
 
+def chunks(cfg: Config) -> Violations:
+  """The rules on families whose local layers attend within chunks."""
+  model = cfg.model
+  if model.family.chunked and model.sliding_window_size == 0:
+    yield Violation(
+      ["sliding_window_size", "decoder_block"],
+      "local layers of this family attend within chunks of this size; write "
+      "sliding_window_size=8192",
+    )
+
+
 def unembed_bias(cfg: Config) -> Violations:
   """The rules on families whose logits have a bias."""
   model = cfg.model
@@ -328,12 +387,14 @@ def rope(cfg: Config) -> Violations:
   rope = cfg.model.rope
   for key in changed_keys(cfg, list(_ROPE_TYPES_OF_KEYS)):
     readers = _ROPE_TYPES_OF_KEYS[key]
+    if key == "query_scaling_beta" and cfg.model.family.scales_global_queries:
+      continue
     if rope.rope_type not in readers:
       yield Violation(
         [key, "rope_type"],
         f"is only read by {' and '.join(readers)}; write {key}={show(DEFAULTS[key])}",
       )
-  if rope.rope_factor == 1 and rope.rope_type in ("linear", "llama3.1", "yarn"):
+  if rope.rope_factor == 1 and rope.rope_type in ("linear", "llama3.1", "llama4", "yarn"):
     yield Violation(
       ["rope_factor", "rope_type"],
       "extends nothing; write rope_type=default, or a larger rope_factor",
@@ -423,8 +484,12 @@ MODEL_RULES = (
   indexer,
   gated_delta,
   listed_attention,
+  hybrid_pattern,
+  recurrence,
+  multipliers,
   layer_cycles,
   positions,
+  chunks,
   unembed_bias,
   rope,
   rope_length,

@@ -114,6 +114,18 @@ def router(cfg: Config) -> Violations:
       ["norm_topk_prob", "router"],
       "its weights always sum to one; write router=topk_softmax or norm_topk_prob=true",
     )
+  form = cfg.model.family.moe
+  if form is not None and form.scales_inputs:
+    if moe.num_experts_per_tok > 1:
+      yield Violation(
+        ["num_experts_per_tok", "decoder_block"],
+        "the weight of a token's one expert multiplies its input; write num_experts_per_tok=1",
+      )
+    elif moe.norm_topk_prob:
+      yield Violation(
+        ["norm_topk_prob", "decoder_block"],
+        "the weight of a token's one expert would be 1; write norm_topk_prob=false",
+      )
   if moe.n_routing_groups > 1 and not is_grouped:
     grouped = next(iter(GROUP_ROUTERS))
     yield Violation(

@@ -37,6 +37,7 @@ from maxlite.config.schema.model_config import LatentAttentionConfig as LatentAt
 from maxlite.config.schema.model_config import LoraConfig as LoraConfig
 from maxlite.config.schema.model_config import MambaConfig as MambaConfig
 from maxlite.config.schema.model_config import ModelConfig
+from maxlite.config.schema.model_config import MultiplierConfig as MultiplierConfig
 from maxlite.config.schema.model_config import RopeConfig as RopeConfig
 from maxlite.config.schema.model_config import ShortConvConfig as ShortConvConfig
 from maxlite.config.schema.moe_config import MoeConfig as MoeConfig

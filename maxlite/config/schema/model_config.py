@@ -73,8 +73,32 @@ class MambaConfig:
   mamba_conv_kernel_dim: int = model_field(
     4, "Positions that the convolution of queries, keys and values covers.", low=1
   )
+  mamba_norm: str = model_field(
+    "after_gate",
+    "RMSNorm of a layer's output over each group of heads: `after_gate`, `before_gate`, or `none` "
+    "(Falcon-H1).",
+    choices=("after_gate", "before_gate", "none"),
+  )
   mamba_chunk_size: int = field(
     128, "Positions per chunk, within which the recurrence is matrix products.", low=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiplierConfig:
+  """Fixed factors of attention, state-space layers and MLPs; read if the model family has them."""
+
+  attention_in_multiplier: float = model_field(1.0, "Factor of the input of attention.")
+  attention_out_multiplier: float = model_field(1.0, "Factor of the output of attention.")
+  key_multiplier: float = model_field(1.0, "Factor of the keys of attention.")
+  ssm_in_multiplier: float = model_field(1.0, "Factor of the input of a state-space layer.")
+  ssm_out_multiplier: float = model_field(1.0, "Factor of the output of a state-space layer.")
+  ssm_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0, 1.0, 1.0, 1.0),
+    "Factors of a state-space layer's projections: gate, value, key, query and step.",
+  )
+  mlp_multipliers: tuple[float, ...] = model_field(
+    (1.0, 1.0), "Factors of an MLP's gate, before its activation, and of its output."
   )
 
 
@@ -122,10 +146,12 @@ class RopeConfig:
   rope_type: str = model_field(
     "default",
     "Context extension by rope_factor: `default` none, `linear` scales all frequencies, "
-    "`llama3.1` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` none, for "
-    "models that extend it only beyond original_max_position_embeddings. `proportional`: none, and "
-    "partial_rotary_factor keeps the frequencies and pairs of the whole head (gemma4).",
-    choices=("default", "linear", "llama3.1", "yarn", "longrope", "dynamic", "proportional"),
+    "`llama3.1`, `llama4` and `yarn` the low ones, `longrope` each by its own factor; `dynamic` "
+    "none, for models that extend it only beyond original_max_position_embeddings. `proportional`: "
+    "none, and partial_rotary_factor keeps the frequencies and pairs of the whole head (gemma4).",
+    choices=(
+      *("default", "linear", "llama3.1", "llama4", "yarn", "longrope", "dynamic", "proportional"),
+    ),
   )
   local_rope_max_timescale: float = model_field(
     0.0,
@@ -174,7 +200,8 @@ class RopeConfig:
   query_scaling_beta: float = model_field(
     0.0,
     "With yarn, queries are multiplied by 1 + this * ln(1 + floor(position / "
-    "original_max_position_embeddings)), as in Mistral Small 4.",
+    "original_max_position_embeddings)), as in Mistral Small 4. In llama4 with any rope_type, in "
+    "layers without a rotary embedding, and positions count from 1.",
     low=0,
   )
 
@@ -222,6 +249,11 @@ class ModelConfig:
     "Numbers, from 0, of the layers that attend in families in which the others are state-space "
     "layers (bamba, granite_hybrid, granite_moe_hybrid) or short convolutions (lfm2, lfm2_moe).",
     low=0,
+  )
+  hybrid_override_pattern: str = model_field(
+    "",
+    "A letter for each layer of families whose layers have one part (nemotron_h, nemotron_h_moe): "
+    "`M` a state-space layer, `*` attention, `-` an MLP, `E` experts.",
   )
   base_num_query_heads: int = model_field(8, "Query heads.", low=1)
   base_num_kv_heads: int = model_field(4, "Key/value heads, each shared by query heads.", low=1)
@@ -293,7 +325,8 @@ class ModelConfig:
   sliding_window_size: int = model_field(
     0,
     "Keys that a query attends, including its own: in every layer, or in the local layers of "
-    "families that have them (exaone4, gemma2, gemma3, gemma4, gpt_oss, olmo3); 0: all.",
+    "families that have them (cohere2, exaone4, gemma2, gemma3, gemma4, gpt_oss, olmo3); 0: all. "
+    "In llama4 the size of the chunks of a document within which its local layers attend.",
     low=0,
   )
   attn_logits_soft_cap: float = model_field(0.0, "Soft cap of attention scores; 0: none.", low=0)
@@ -323,6 +356,7 @@ class ModelConfig:
   mla: LatentAttentionConfig = LatentAttentionConfig()
   gdn: GatedDeltaConfig = GatedDeltaConfig()
   mamba: MambaConfig = MambaConfig()
+  multipliers: MultiplierConfig = MultiplierConfig()
   short_conv: ShortConvConfig = ShortConvConfig()
   cycle: CycleConfig = CycleConfig()
   moe: MoeConfig = MoeConfig()
@@ -337,6 +371,8 @@ class ModelConfig:
     """Whether any layer has an MLP of base_mlp_dim."""
     if self.family.moe is None or self.family.moe.beside_mlp:
       return True
+    if self.family.layout == "hybrid_pattern":
+      return "-" in self.hybrid_override_pattern
     moe = self.moe
     return bool(
       moe.mlp_only_layers or moe.first_num_dense_layers > 0 or moe.interleave_moe_layer_step > 1

@@ -51,8 +51,8 @@ class MoeConfig:
   router: str = field(
     "softmax_topk",
     "How experts are selected and weighted (docs/moe.md): `softmax_topk` as in Mixtral, "
-    "`topk_softmax` as in Qwen3-MoE, `group_limited_greedy` as in DeepSeek-V2, "
-    "`sigmoid_group_topk` as in DeepSeek-V3.",
+    "`topk_softmax` as in Qwen3-MoE, `topk_sigmoid` as in Llama 4, `group_limited_greedy` as in "
+    "DeepSeek-V2, `sigmoid_group_topk` as in DeepSeek-V3.",
     choices=ROUTERS,
   )
   norm_topk_prob: bool = field(True, "Normalize the weights of the selected experts to sum 1.")

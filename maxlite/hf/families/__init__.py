@@ -14,6 +14,7 @@ from maxlite.hf.families import (
   ernie,
   exaone,
   falcon,
+  falcon_h1,
   gemma,
   gemma4,
   glm,
@@ -24,9 +25,11 @@ from maxlite.hf.families import (
   hunyuan,
   lfm2,
   llama,
+  llama4,
   minimax,
   mistral4,
   mixtral,
+  nemotron,
   olmo,
   opt,
   phi,
@@ -68,5 +71,8 @@ for _file in (
   bamba,
   granite_hybrid,
   lfm2,
+  nemotron,
+  falcon_h1,
+  llama4,
 ):
   FAMILIES |= {family.model_type: family for family in _file.FAMILIES}

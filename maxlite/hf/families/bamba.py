@@ -61,17 +61,22 @@ _NO_LIMITS = ((0.0, math.inf), [0.0, math.inf], [0.0, {"__float__": "Infinity"}]
 MAMBA_UNREAD = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
 
 
+def require_no_limits(hf: ConfigJson) -> None:
+  """Raise UserError if steps of time are clipped."""
+  if hf.get("time_step_limit") not in _NO_LIMITS:
+    raise UserError(
+      f"config.json has time_step_limit={hf.get('time_step_limit')}, but maxlite supports only "
+      "[0.0, Infinity]: choose another checkpoint"
+    )
+
+
 def mamba_from_hf(hf: ConfigJson) -> JsonObject:
   """Return our key of the channels of a head of state-space layers.
 
   Raises:
     UserError: all heads do not have the channels that the layer has, or steps are clipped.
   """
-  if hf.get("time_step_limit") not in _NO_LIMITS:
-    raise UserError(
-      f"config.json has time_step_limit={hf.get('time_step_limit')}, but maxlite supports only "
-      "[0.0, Infinity]: choose another checkpoint"
-    )
+  require_no_limits(hf)
   num_channels = hf["mamba_expand"] * hf["hidden_size"]
   num_heads = hf["mamba_n_heads"]
   head_dim = hf["mamba_d_head"]

@@ -1,5 +1,6 @@
-"""Cohere2 (Command R7B, Command A): attention and gated MLP of one norm, which has no bias."""
+"""Cohere and Cohere2 (Command R, R7B, A): attention and gated MLP of one norm, without a bias."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from maxlite.config.model_families import MODELS
@@ -25,20 +26,35 @@ BLOCK = (
   TensorRule("attention/key/kernel", "self_attn.k_proj.weight", "d h c -> (h c*) d"),
   TensorRule("attention/value/kernel", "self_attn.v_proj.weight", "d h c -> (h c) d"),
   TensorRule("attention/out/kernel", "self_attn.o_proj.weight", "h c d -> d (h c)"),
+  TensorRule("attention/query_norm/scale", "self_attn.q_norm.weight", "h c -> h c*"),
+  TensorRule("attention/key_norm/scale", "self_attn.k_norm.weight", "h c -> h c*"),
   *mlp("mlp", "mlp"),
 )
 
 
-def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  """Read the factor of logits, by whose inverse maxlite divides them."""
-  hf.require(sliding_window_pattern=MODELS["cohere2"].global_layer_every)
-  scale = hf["logit_scale"]
+def _logits_scaling(hf: ConfigJson) -> float:
+  """Return the number by which maxlite divides logits: the inverse of their factor."""
+  scale: float = hf["logit_scale"]
   if scale <= 0:
     raise UserError(
       f"config.json has logit_scale={scale}, but maxlite supports only positive numbers: choose "
       "another checkpoint"
     )
-  return {"logits_scaling": 1 / scale}
+  return 1 / scale
+
+
+def _cohere_from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  decoder_block = "cohere_qk_norm" if hf["use_qk_norm"] else "cohere"
+  return {"decoder_block": decoder_block, "logits_scaling": _logits_scaling(hf)}
+
+
+def _cohere_to_hf(cfg: ModelConfig) -> JsonObject:
+  return _to_hf(cfg) | {"use_qk_norm": bool(cfg.family.attention.qk_norm)}
+
+
+def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
+  hf.require(sliding_window_pattern=MODELS["cohere2"].global_layer_every)
+  return {"logits_scaling": _logits_scaling(hf)}
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
@@ -87,4 +103,21 @@ COHERE2 = HfFamily(
   extra_to_hf=_to_hf,
   unread=("layer_switch",),
 )
-FAMILIES = (COHERE2,)
+_COHERE2_ONLY = ("sliding_window", "layer_types")
+COHERE = dataclasses.replace(
+  COHERE2,
+  model_type="cohere",
+  architecture="CohereForCausalLM",
+  decoder_block="cohere",
+  keys=DENSE_KEYS,
+  variants=("cohere_qk_norm",),
+  defaults={name: value for name, value in COHERE2.defaults.items() if name not in _COHERE2_ONLY}
+  | {"rope_theta": 500_000.0, "use_qk_norm": False},
+  nullable=("num_key_value_heads", "use_qk_norm"),
+  required={},
+  checks_layer_types=False,
+  extra_from_hf=_cohere_from_hf,
+  extra_to_hf=_cohere_to_hf,
+  unread=(),
+)
+FAMILIES = (COHERE, COHERE2)

@@ -56,6 +56,19 @@ def topk_softmax(
   return ExpertChoice(probability_BTE, expert_BTK, weight_BTK)
 
 
+def topk_sigmoid(
+  logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None = None
+) -> ExpertChoice:
+  """The experts with the highest logits, weighted by a sigmoid of each.
+
+  Source: the code published with Llama 4 (2025).
+  """
+  expert_BTK = _best(_biased(logits_BTE, bias_E), cfg, given_BTK)
+  affinity_BTE = jax.nn.sigmoid(logits_BTE)
+  weight_BTK = _weights(affinity_BTE, expert_BTK, cfg)
+  return ExpertChoice(_normalized(affinity_BTE), expert_BTK, weight_BTK)
+
+
 def sigmoid_group_topk(
   logits_BTE: jax.Array, bias_E: jax.Array, cfg: MoeConfig, given_BTK: jax.Array | None = None
 ) -> ExpertChoice:

@@ -19,7 +19,8 @@ class MoeBlock(nn.Module):
   """Each token's weighted sum over its experts, plus the shared experts.
 
   Returns (y_BTD, RouterSums). Padding (segment 0) is sent to no expert. The experts get x_BTD; a
-  scaled router chooses them by residual_BTD, of which x_BTD is the norm.
+  scaled router chooses them by residual_BTD, of which x_BTD is the norm. With `scales_inputs` of
+  the spec's form, a token has one expert, and its weight multiplies x_BTD instead of the output.
   """
 
   cfg: ModelConfig
@@ -64,11 +65,14 @@ class MoeBlock(nn.Module):
     with jax.named_scope("route"):
       route = self.router(routed_BTD, segment_BT)
       route = _mask_padding(route, segment_BT, self.cfg.moe.num_experts)
+    expert_BTD = x_BTD
+    if self.spec.form.scales_inputs:
+      expert_BTD, route = _with_scaled_input(x_BTD, route)
 
     dispatch = choose_dispatch(self.cfg.moe).apply_experts
     experts = build_experts(self.cfg, self.sharder)
     weights = self.expert_parameters(x_BTD.shape[-1])
-    y_BTD, counts = dispatch(experts, x_BTD, route, weights)
+    y_BTD, counts = dispatch(experts, expert_BTD, route, weights)
 
     if self.cfg.moe.shared_experts:
       y_BTD += self._shared(x_BTD)
@@ -85,6 +89,16 @@ class MoeBlock(nn.Module):
     wide = accumulator_dtype(y_BTD.dtype)
     gated_BTD = y_BTD.astype(wide) * gate_BT1.astype(wide)
     return gated_BTD.astype(y_BTD.dtype)
+
+
+def _with_scaled_input(x_BTD: jax.Array, route: Route) -> tuple[jax.Array, Route]:
+  """(x_BTD multiplied by the weight of each token's one expert, the route with weights of 1).
+
+  Source: the code published with Llama 4 (2025).
+  """
+  assert route.weight_BTK.shape[-1] == 1, route.weight_BTK.shape
+  scaled_BTD = x_BTD * route.weight_BTK.astype(x_BTD.dtype)
+  return scaled_BTD, route.replace(weight_BTK=jnp.ones_like(route.weight_BTK))
 
 
 def _add_counts(sums: RouterSums, counts: DispatchCounts) -> RouterSums:

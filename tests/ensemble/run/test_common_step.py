@@ -13,7 +13,7 @@ from support.host_runs import arguments_of
 from support.tiny import KEYS
 from support.tiny_run import keys_in
 
-from maxlite.checkpoint.orbax_object_store import is_complete
+from maxlite.checkpoint.folders import is_complete
 from maxlite.ensemble.members.common_step import (
   TOGETHER,
   Segment,

@@ -9,7 +9,7 @@ from support.tiny import KEYS
 from support.tiny_run import Output, keys_in
 
 from maxlite.config import load_config
-from maxlite.config.ladder import budget_name, ladder_of
+from maxlite.config.ladder import budget_name, ladder_of, width_settings
 from maxlite.config.raw_values import FrozenMapping
 from maxlite.ensemble.run.ladder import next_cells
 from maxlite.ensemble.run_members import train_members_of
@@ -96,6 +96,14 @@ def test_the_next_cells_continue_beyond_the_edge(root):
   assert "1e10: [8, 16, 24, 32, 48]" in advice(cfg, 10)  # none is narrower than 8
   at_the_end = config(root / "next", "{1e10: [8, 16, 24, 32]}")
   assert advice(at_the_end, 4).startswith("no cell beyond the edge fits: write a smaller base")
+
+
+def test_heads_of_all_kinds_grow_with_the_width():
+  words = ["dataset_type=synthetic", "decoder_block=bamba", "attention_layers=[1]"]
+  model = load_config([*words, "base_emb_dim=64", "mamba_num_heads=16"]).model
+  wider = width_settings(model, 128)
+  assert wider["mamba_num_heads"] == 32
+  assert wider["base_num_query_heads"] == 2 * model.base_num_query_heads
 
 
 def test_names_of_budgets():
