@@ -1,10 +1,13 @@
 """An engine of low-rank adapters on one frozen base, each in a slot with its own optimizer.
 
-The rows of a call may belong to any slots. A compiled loop takes one row at a time: it reads the
-adapter of the row's slot, computes the row's loss and gradient, and adds the gradient to the
-slot's. The length to which a row is padded follows from the row alone, and a slot's rows are added
-in their order. Therefore the bits of an adapter do not depend on the other slots: not on their
-number, order, ranks or failures, and not on how its rows are divided into calls.
+The rows of a call may belong to any slots. A compiled loop takes a tile of rows at a time: it
+multiplies all of them by the base's weights at once, and each by the factors of its slot, and adds
+the gradient of each row to its slot's. A tile always has the same shape: the length to which a row
+is padded follows from the row alone, the number of rows from that length, and empty rows complete
+the last tile. So every row is computed by the same program, in which no row reads another, and a
+slot's rows are added in their order. Therefore the bits of an adapter do not depend on the other
+slots: not on their number, order, ranks or failures, and not on how its rows are divided into
+calls.
 
 Source: Hu et al., LoRA (2021), section 4.1.
 """
@@ -35,7 +38,7 @@ from maxlite.sharding.pytree import PyTree
 
 ROWS_PER_CALL = 16  # which the arrays of a compiled call have room for
 _LOGITS_POSITIONS = 256  # whose logits are in memory at once
-_UNEMBED = ("unembed",)
+HEAD = (("unembed", "lora_a"), ("unembed", "lora_b"))  # paths of the unembedding's factors
 # Parts of a model that an adapter may leave out, in the order of `scale_P`.
 _ATTENTION, _MLP, _HEAD = range(3)
 
@@ -105,9 +108,12 @@ class AdapterEngine:
     max_length: of rows [tokens].
     alpha: adapters are scaled by alpha / rank.
     adapts_experts: whether routed experts get adapters, a part of the MLP.
+    tile_tokens: of the rows that are computed together; longer rows, and rows of a model with
+      experts, are computed one at a time. With more tokens the base's weights are read less often,
+      and calls with fewer rows compute more empty ones. Bits depend on it.
 
   Raises:
-    UserError: the mesh divides rows, of which a step has one.
+    UserError: the mesh divides rows, or tile_tokens is not a power of two.
   """
 
   def __init__(
@@ -121,13 +127,16 @@ class AdapterEngine:
     max_length: int,
     alpha: float = 32.0,
     adapts_experts: bool = True,
+    tile_tokens: int = 256,
   ) -> None:
     for axis in ("activation_batch", "activation_length"):
       if sharder.num_shards(axis) > 1:
         raise UserError(
-          "adapters are computed a row at a time, which the mesh would divide: set "
+          "the engine of adapters computes whole rows, which the mesh would divide: set "
           "ici_tensor_parallelism=-1 to use several devices, and all other degrees to 1"
         )
+    if tile_tokens < 1 or tile_tokens & (tile_tokens - 1):
+      raise UserError(f"tile_tokens={tile_tokens} must be a power of two, as lengths of rows are")
     if cfg.lora.lora_rank:
       params = merge_lora(params, cfg.lora.lora_alpha)
     params = drop_modules(params, (*ADAPTER, "draft_head", "mtp"))
@@ -148,27 +157,38 @@ class AdapterEngine:
       ),
     )
     has_experts = adapts_experts and cfg.family.is_moe
-    lora = LoraConfig(lora_rank=max_rank, lora_alpha=max_rank, lora_experts=has_experts)
+    self.lora = LoraConfig(lora_rank=max_rank, lora_alpha=max_rank, lora_experts=has_experts)
     self.base_params = params
     self.num_slots = num_slots
     self.max_rank = max_rank
     self.max_length = max_length
     self.alpha = alpha
-    self._model = Decoder(dataclasses.replace(self.base_cfg, lora=lora), sharder)
+    # Grouped matmuls of several rows would copy the experts' weights for each.
+    self._tile_tokens = 1 if cfg.family.is_moe else tile_tokens
+    self._model = Decoder(dataclasses.replace(self.base_cfg, lora=self.lora), sharder)
     boxed = jax.eval_shape(self._draw_all, jax.random.key(0))
     names = flatten_dict(logical_names(boxed))
     self._rank_axes = {path: names[path].index("lora_rank") for path in _adapter_paths(names)}
+    self.sharder = sharder
     mixers = {part.name for layer in layer_specs(cfg) for part in layer.mixer.parts}
     self._parts = {path: _part_of(path, mixers) for path in self._rank_axes}
     self._init = jax.jit(self._new_factors)
-    self._forward_rows = jax.jit(self._forward_loop)
-    self._gradient_rows = jax.jit(self._gradient_loop, donate_argnums=1)
-    self._update = jax.jit(_update_slot, donate_argnums=0)
-    self._write = jax.jit(_write_slot, donate_argnums=0)
-    self._read = jax.jit(_read_slot)
-    self._merge = jax.jit(self._merged)
     one = jax.eval_shape(self._new_state, np.uint32(0), np.int32(1), np.zeros(3, np.float32))
     self._empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), one)
+    # Of all programs alike, since each kind of input is another compilation.
+    whole = sharder.sharding(())
+    of_slots = self._slot_shardings(sharder, names)
+    self._forward_rows = jax.jit(self._forward_loop, out_shardings=whole)
+    self._gradient_rows = jax.jit(
+      self._gradient_loop, donate_argnums=1, out_shardings=(of_slots, whole)
+    )
+    # The step only reads the slots, and then one slot is written in place: a program that did both
+    # would copy all slots.
+    self._step = jax.jit(_step_of_slot)
+    self._write = jax.jit(_write_slot, donate_argnums=0, out_shardings=of_slots)
+    self._read = jax.jit(_read_slot, out_shardings=whole)
+    self._merge = jax.jit(self._merged)
+    self._clear = jax.jit(self._empty_slots, out_shardings=of_slots)
     self.reset()
 
   def new_adapter(self, spec: AdapterSpec) -> AdapterState:
@@ -195,9 +215,7 @@ class AdapterEngine:
 
   def reset(self) -> None:
     """Clear all slots, since a failed program may have consumed them."""
-    self._slots = jax.tree.map(
-      lambda leaf: jnp.zeros((self.num_slots, *leaf.shape), leaf.dtype), self._empty
-    )
+    self._slots = self._clear()
 
   def fits(self, state: AdapterState) -> bool:
     """Whether a state, which may be of another engine, has the shapes of this one's adapters."""
@@ -243,71 +261,118 @@ class AdapterEngine:
     """
     check_hyperparameters(hyperparameters)
     numbers = jax.tree.map(np.float32, hyperparameters)
-    self._slots, norm = self._update(self._slots, np.int32(slot), numbers)
+    state, norm = self._step(self._slots, np.int32(slot), numbers)
+    self._slots = self._write(self._slots, np.int32(slot), state)
     return float(norm)
 
   def merged(self, state: AdapterState) -> PyTree:
     """The base's parameters with the product of an adapter's factors added, of `base_cfg`."""
     return self._merge(self.base_params, state.factors, state.scale_P)
 
+  def lower(self, rows: Sequence[tuple[int, Datum]]) -> jax.stages.Lowered:
+    """The program of a `forward_backward` of up to ROWS_PER_CALL rows of one shape."""
+    arguments = self._arguments(rows)
+    return self._gradient_rows.lower(self.base_params, self._slots, *arguments)
+
   def _call(self, rows: Sequence[tuple[int, Datum]], *, trains: bool) -> list[RowResult]:
     results: dict[int, RowResult] = {}
     remaining = list(range(len(rows)))
     while remaining:
       chosen = _choose_rows(rows, remaining)
-      data = [rows[n][1] for n in chosen]
-      slots = np.zeros(ROWS_PER_CALL, np.int32)
-      slots[: len(chosen)] = [rows[n][0] for n in chosen]
-      arguments = (stack_rows(data, ROWS_PER_CALL), slots, np.int32(len(chosen)))
+      called = [rows[n] for n in chosen]
+      arguments = self._arguments(called)
       if trains:
         self._slots, outputs = self._gradient_rows(self.base_params, self._slots, *arguments)
       else:
         outputs = self._forward_rows(self.base_params, self._slots, *arguments)
-      loss_M, log_prob_MTK = jax.device_get(outputs)
-      for n, datum, loss, log_prob_TK in zip(chosen, data, loss_M, log_prob_MTK, strict=False):
+      loss_NR, log_prob_NRTK = jax.device_get(outputs)
+      loss_M = loss_NR.reshape(-1)
+      log_prob_MTK = log_prob_NRTK.reshape(ROWS_PER_CALL, *log_prob_NRTK.shape[2:])
+      for n, (_, datum), loss, log_prob_TK in zip(
+        chosen, called, loss_M, log_prob_MTK, strict=False
+      ):
         num_targets = datum.targets.size // len(datum.tokens)
         of_datum = log_prob_TK[: len(datum.tokens), :num_targets]
         results[n] = RowResult(float(loss), of_datum.reshape(datum.targets.shape))
       remaining = [n for n in remaining if n not in results]
     return [results[n] for n in range(len(rows))]
 
+  def _arguments(self, rows: Sequence[tuple[int, Datum]]) -> tuple[Row, np.ndarray, np.int32]:
+    """(rows, their slots, their number) of a call; N tiles of R rows, completed by empty ones."""
+    data = [datum for _, datum in rows]
+    num_positions, _ = data[0].shape
+    size = min(max(self._tile_tokens // num_positions, 1), ROWS_PER_CALL)
+    slot_M = np.zeros(ROWS_PER_CALL, np.int32)
+    slot_M[: len(rows)] = [slot for slot, _ in rows]
+
+    def in_tiles(leaf_M: np.ndarray) -> np.ndarray:
+      return leaf_M.reshape(-1, size, *leaf_M.shape[1:])
+
+    row_NR, slot_NR = jax.tree.map(in_tiles, (stack_rows(data, ROWS_PER_CALL), slot_M))
+    return row_NR, slot_NR, np.int32(len(rows))
+
   def _gradient_loop(
-    self, base: PyTree, slots: AdapterState, rows_M: Row, slot_M: jax.Array, num_rows: jax.Array
+    self, base: PyTree, slots: AdapterState, rows_NR: Row, slot_NR: jax.Array, num_rows: jax.Array
   ) -> tuple[AdapterState, tuple[jax.Array, jax.Array]]:
+    size = slot_NR.shape[1]
+
     def body(n: jax.Array, carry: tuple) -> tuple:
       gradients, outputs = carry
-      row = jax.tree.map(lambda leaf: leaf[n], rows_M)
-      factors = jax.tree.map(lambda leaf: leaf[slot_M[n]], slots.factors)
+      rows = jax.tree.map(lambda leaf: leaf[n], rows_NR)
+      slot_R = slot_NR[n]
+      factors = jax.tree.map(lambda leaf: leaf[slot_R], slots.factors)
 
-      def loss_of(factors: Factors) -> tuple[jax.Array, jax.Array]:
-        return self._row_loss(base, factors, slots.scale_P[slot_M[n]], row)
+      def log_probs(factors: Factors) -> jax.Array:
+        return self._tile_log_probs(base, factors, slots.scale_P[slot_R], rows)
 
-      (loss, log_prob_TK), gradient = jax.value_and_grad(loss_of, has_aux=True)(factors)
-      gradients = jax.tree.map(
-        lambda total, leaf: total.at[slot_M[n]].add(leaf), gradients, gradient
-      )
-      return gradients, _with_row(outputs, n, loss, log_prob_TK)
+      log_prob_RTK, pull = jax.vjp(log_probs, factors)
+      loss_R, change_RTK = _losses(rows, log_prob_RTK)
+      (gradient,) = pull(change_RTK)
 
-    start = (slots.gradients, _no_outputs(rows_M))
-    gradients, outputs = jax.lax.fori_loop(0, num_rows, body, start)
+      def add(i: jax.Array, gradients: Factors) -> Factors:
+        slot = slot_R[i]
+        return jax.tree.map(
+          lambda total, leaf: total.at[slot].set(total[slot] + leaf[i]), gradients, gradient
+        )
+
+      # Without the rows that pad the last tile: adding zero changes the bits of -0.
+      num_added = jnp.minimum(num_rows - n * size, size)
+      gradients = jax.lax.fori_loop(0, num_added, add, gradients)
+      return gradients, _with_tile(outputs, n, loss_R, log_prob_RTK)
+
+    num_tiles = (num_rows + size - 1) // size
+    start = (slots.gradients, _no_outputs(rows_NR))
+    gradients, outputs = jax.lax.fori_loop(0, num_tiles, body, start)
     return slots.replace(gradients=gradients), outputs
 
   def _forward_loop(
-    self, base: PyTree, slots: AdapterState, rows_M: Row, slot_M: jax.Array, num_rows: jax.Array
+    self, base: PyTree, slots: AdapterState, rows_NR: Row, slot_NR: jax.Array, num_rows: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
+    size = slot_NR.shape[1]
+
     def body(n: jax.Array, outputs: tuple) -> tuple:
-      row = jax.tree.map(lambda leaf: leaf[n], rows_M)
-      factors = jax.tree.map(lambda leaf: leaf[slot_M[n]], slots.factors)
-      return _with_row(outputs, n, *self._row_loss(base, factors, slots.scale_P[slot_M[n]], row))
+      rows = jax.tree.map(lambda leaf: leaf[n], rows_NR)
+      factors = jax.tree.map(lambda leaf: leaf[slot_NR[n]], slots.factors)
+      log_prob_RTK = self._tile_log_probs(base, factors, slots.scale_P[slot_NR[n]], rows)
+      loss_R, _ = _losses(rows, log_prob_RTK)
+      return _with_tile(outputs, n, loss_R, log_prob_RTK)
 
-    return jax.lax.fori_loop(0, num_rows, body, _no_outputs(rows_M))
+    num_tiles = (num_rows + size - 1) // size
+    return jax.lax.fori_loop(0, num_tiles, body, _no_outputs(rows_NR))
 
-  def _row_loss(
+  def _tile_log_probs(
+    self, base: PyTree, factors: Factors, scale_RP: jax.Array, rows: Row
+  ) -> jax.Array:
+    """log_prob_RTK of a tile's rows, each with its own factors."""
+    of_rows = jax.vmap(self._row_log_probs, in_axes=(None, 0, 0, 0))
+    return of_rows(base, factors, scale_RP, rows)
+
+  def _row_log_probs(
     self, base: PyTree, factors: Factors, scale_P: jax.Array, row: Row
-  ) -> tuple[jax.Array, jax.Array]:
-    """(loss, log_prob_TK) of a row, with log-probabilities of 0 beyond its tokens."""
-    scaled = self._scaled(factors, scale_P)
-    head_a, head_b = (scaled.pop((*_UNEMBED, name)) for name in ADAPTER)
+  ) -> jax.Array:
+    """log_prob_TK of a row, 0 beyond its tokens."""
+    scaled = self.scaled(factors, scale_P)
+    head_a, head_b = (scaled.pop(path) for path in HEAD)
     params = unflatten_dict(flatten_dict(base) | scaled)
     position_T = jnp.arange(len(row.tokens_T), dtype=jnp.int32)
     segment_T = (position_T < row.length).astype(jnp.int32)
@@ -324,12 +389,7 @@ class AdapterEngine:
 
     @jax.checkpoint
     def log_probs(x_tD: jax.Array, targets_tK: jax.Array) -> jax.Array:
-      logits_tV = jnp.matmul(x_tD, w_DV, preferred_element_type=jnp.float32)
-      low_tR = x_tD @ head_a.astype(x_tD.dtype)
-      logits_tV += jnp.matmul(low_tR, head_b.astype(x_tD.dtype), preferred_element_type=jnp.float32)
-      if self.base_cfg.family.unembed_bias:
-        logits_tV += cast(Any, params["unembed_bias"])["bias"].astype(jnp.float32)[None]
-      logits_tV = apply_soft_cap(logits_tV, self.base_cfg.final_logits_soft_cap)
+      logits_tV = adapted_logits(self.base_cfg, params, x_tD, w_DV, head_a, head_b)
       return jnp.take_along_axis(jax.nn.log_softmax(logits_tV), targets_tK, axis=1)
 
     size = min(_LOGITS_POSITIONS, len(row.tokens_T))
@@ -338,10 +398,9 @@ class AdapterEngine:
     )
     log_prob_NtK = jax.lax.map(lambda chunk: log_probs(*chunk), chunks)
     log_prob_TK = log_prob_NtK.reshape(row.targets_TK.shape)
-    log_prob_TK = jnp.where(segment_T[:, None] > 0, log_prob_TK, 0)
-    return loss_of_row(row.loss, log_prob_TK, row.inputs), log_prob_TK
+    return jnp.where(segment_T[:, None] > 0, log_prob_TK, 0)
 
-  def _scaled(self, factors: Factors, scale_P: jax.Array) -> Factors:
+  def scaled(self, factors: Factors, scale_P: jax.Array) -> Factors:
     """The factors with every second one times the scale of its part of the model."""
     scaled = {}
     for path, leaf in factors.items():
@@ -375,20 +434,52 @@ class AdapterEngine:
       factors[path] = jnp.where(is_used.reshape(shape), leaf, 0)
     return factors
 
+  def _empty_slots(self) -> AdapterState:
+    return jax.tree.map(
+      lambda leaf: jnp.zeros((self.num_slots, *leaf.shape), leaf.dtype), self._empty
+    )
+
+  def _slot_shardings(
+    self, sharder: Sharder, names: Mapping[Path, Sequence[str | None]]
+  ) -> AdapterState:
+    """The shardings of the slots' arrays: of factors, those of the model's."""
+    whole = sharder.sharding(())
+    factors = {path: sharder.sharding((None, *names[path])) for path in self._rank_axes}
+    return AdapterState(factors, factors, factors, factors, whole, whole)
+
   def _new_state(self, seed: jax.Array, rank: jax.Array, scale_P: jax.Array) -> AdapterState:
     factors = self._new_factors(seed, rank, scale_P)
     zeros = jax.tree.map(jnp.zeros_like, factors)
     return AdapterState(factors, zeros, zeros, zeros, jnp.zeros((), jnp.int32), scale_P)
 
   def _merged(self, base: PyTree, factors: Factors, scale_P: jax.Array) -> PyTree:
-    scaled = self._scaled(factors, scale_P)
-    head_a, head_b = (scaled.pop((*_UNEMBED, name)) for name in ADAPTER)
+    scaled = self.scaled(factors, scale_P)
+    head_a, head_b = (scaled.pop(path) for path in HEAD)
     params = merge_lora(unflatten_dict(flatten_dict(base) | scaled), self.max_rank)
     kernel: PyTree = params["unembed"]
     kernel = kernel["kernel"]
     # `Decoder.unembedding` divides the kernel by it.
     change = jnp.float32(self.base_cfg.logits_scaling) * (head_a @ head_b)
     return params | {"unembed": {"kernel": (kernel + change).astype(kernel.dtype)}}
+
+
+def adapted_logits(
+  cfg: ModelConfig,
+  params: PyTree,
+  x_TD: jax.Array,
+  w_DV: jax.Array,
+  a_DR: jax.Array,
+  b_RV: jax.Array,
+) -> jax.Array:
+  """logits_TV, float32, of the unembedding w_DV with an adapter's scaled factors."""
+  dtype = x_TD.dtype
+  logits_TV = jnp.matmul(x_TD, w_DV.astype(dtype), preferred_element_type=jnp.float32)
+  low_TR = x_TD @ a_DR.astype(dtype)
+  logits_TV += jnp.matmul(low_TR, b_RV.astype(dtype), preferred_element_type=jnp.float32)
+  if cfg.family.unembed_bias:
+    bias_V = cast(Any, params)["unembed_bias"]["bias"]
+    logits_TV += bias_V.astype(jnp.float32)[None]
+  return apply_soft_cap(logits_TV, cfg.final_logits_soft_cap)
 
 
 def check_hyperparameters(hyper: AdamW) -> None:
@@ -410,7 +501,7 @@ def _adapter_paths(paths: Mapping[Path, object]) -> list[Path]:
 
 
 def _part_of(path: Path, mixers: set[str]) -> int:
-  if path[0] == _UNEMBED[0]:
+  if path in HEAD:
     return _HEAD
   return _MLP if mixers.isdisjoint(path) else _ATTENTION
 
@@ -429,16 +520,32 @@ def _choose_rows(rows: Sequence[tuple[int, Datum]], remaining: Sequence[int]) ->
   return chosen
 
 
-def _no_outputs(rows_M: Row) -> tuple[jax.Array, jax.Array]:
-  targets_MTK = rows_M.targets_TK
-  return jnp.zeros(len(targets_MTK)), jnp.zeros(targets_MTK.shape)
+def _losses(rows: Row, log_prob_RTK: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """(loss_R, gradient_RTK) of a tile.
+
+  In a loop, because under `vmap` every row would compute every loss, and a gradient of a loss that
+  the row does not have may be 0 * inf.
+  """
+
+  def of_row(arguments: tuple[Row, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    row, log_prob_TK = arguments
+    loss_of = jax.value_and_grad(loss_of_row, argnums=1)
+    loss, change_TK = loss_of(row.loss, log_prob_TK, row.inputs)
+    return loss, change_TK
+
+  return jax.lax.map(of_row, (rows, log_prob_RTK))
 
 
-def _with_row(
-  outputs: tuple[jax.Array, jax.Array], n: jax.Array, loss: jax.Array, log_prob_TK: jax.Array
+def _no_outputs(rows_NR: Row) -> tuple[jax.Array, jax.Array]:
+  targets_NRTK = rows_NR.targets_TK
+  return jnp.zeros(targets_NRTK.shape[:2]), jnp.zeros(targets_NRTK.shape)
+
+
+def _with_tile(
+  outputs: tuple[jax.Array, jax.Array], n: jax.Array, loss_R: jax.Array, log_prob_RTK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  loss_M, log_prob_MTK = outputs
-  return loss_M.at[n].set(loss), log_prob_MTK.at[n].set(log_prob_TK)
+  loss_NR, log_prob_NRTK = outputs
+  return loss_NR.at[n].set(loss_R), log_prob_NRTK.at[n].set(log_prob_RTK)
 
 
 def _read_slot(slots: AdapterState, slot: jax.Array) -> AdapterState:
@@ -449,10 +556,10 @@ def _write_slot(slots: AdapterState, slot: jax.Array, state: AdapterState) -> Ad
   return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), slots, state)
 
 
-def _update_slot(
+def _step_of_slot(
   slots: AdapterState, slot: jax.Array, hyper: AdamW
 ) -> tuple[AdapterState, jax.Array]:
-  """(slots, norm of the gradient) after a step of AdamW of one slot."""
+  """(state, norm of the gradient) of a slot after a step of AdamW."""
   old = _read_slot(slots, slot)
   norm = optax.tree.norm(old.gradients)
   bounds = (hyper.grad_clip_norm > 0) & (norm > hyper.grad_clip_norm)
@@ -475,5 +582,4 @@ def _update_slot(
   factors = jax.tree.map(stepped, old.factors, mu, nu)
   new = old.replace(factors=factors, mu=mu, nu=nu, count=count)
   new = jax.tree.map(lambda after, before: jnp.where(jnp.isfinite(norm), after, before), new, old)
-  new = new.replace(gradients=jax.tree.map(jnp.zeros_like, old.gradients))
-  return _write_slot(slots, slot, new), norm
+  return new.replace(gradients=jax.tree.map(jnp.zeros_like, old.gradients)), norm

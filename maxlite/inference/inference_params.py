@@ -70,7 +70,7 @@ def inference_params(cfg: ModelConfig, params: PyTree) -> PyTree:
     params = merge_lora(params, cfg.lora.lora_alpha)
   params = _cast_matrices(cfg, params)
   if cfg.scan_layers:
-    params = _unstack(cfg, params)
+    params = unstack_layers(cfg, params)
   if _transposes_kernels(cfg):
     params = _transpose(params)
   return params
@@ -94,7 +94,7 @@ def _cast_matrices(cfg: ModelConfig, params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def _unstack(cfg: ModelConfig, params: PyTree) -> PyTree:
+def unstack_layers(cfg: ModelConfig, params: PyTree) -> PyTree:
   """Parameters of scanned layers as parameters of separate layers."""
   stacks = [stack.name for stack in layer_stacks(cfg)]
   unstacked: dict[str, PyTree] = {}

@@ -39,11 +39,13 @@ class LoraLinear(nn.Module):
   num_in: int = 1
   use_bias: bool = False
 
+  base_class = Linear  # not a field
+
   def setup(self) -> None:
     lora_rank = self.cfg.lora.lora_rank
     names_in = self.kernel_names[: self.num_in]
     names_out = self.kernel_names[self.num_in :]
-    self.base = Linear(
+    self.base = self.base_class(
       self.cfg,
       self.sharder,
       self.features,

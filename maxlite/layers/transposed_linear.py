@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from maxlite.kernels.xla_cpu import matmul_few_rows
 from maxlite.layers.linear import Linear
+from maxlite.layers.lora import LoraLinear
 
 TRANSPOSED = "transposed"  # The parameter that replaces `kernel`.
 
@@ -37,3 +38,9 @@ class TransposedLinear(Linear):
       in_axis=range(num_features, num_features + self.num_in),
       out_axis=range(num_features),
     )
+
+
+class TransposedLoraLinear(LoraLinear):
+  """A `LoraLinear` for inference whose kernel, but not its adapter, is stored as above."""
+
+  base_class = TransposedLinear

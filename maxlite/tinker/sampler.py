@@ -1,7 +1,7 @@
 """Samples of adapters, with log-probabilities that equal those of training bit for bit.
 
-A batch of rows is decoded with one adapter merged into the base's weights. The log-probabilities
-of a completion come from the trainer's own forward pass of its whole row, so that they are the same
+The rows of a batch are decoded together, whatever adapters they have. The log-probabilities of a
+completion come from the trainer's own forward pass of its whole row, so that they are the same
 numbers as those of a forward request.
 """
 
@@ -13,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlite.adapters.datum import Datum
+from maxlite.adapters.decoding import AdapterDecoder, AdapterRequest, Factors
 from maxlite.adapters.engine import AdapterEngine, AdapterState
 from maxlite.data.tokenizer import Tokenizer
 from maxlite.errors import UserError
 from maxlite.inference.batcher import Batcher
-from maxlite.inference.engine import Engine, GenerationRequest
-from maxlite.inference.inference_params import inference_model, inference_params
+from maxlite.inference.engine import GenerationRequest
 from maxlite.inference.sampling import SamplingParams
-from maxlite.sharding import Sharder
 from maxlite.storage.json_values import JsonObject
 from maxlite.tinker.messages import SampledSequence
 
@@ -56,11 +55,14 @@ class SampleTask:
   prompt_log_probs: bool
   last_n: int | None
 
-  def requests(self) -> list[GenerationRequest]:
+  def requests(self, factors: Factors) -> list[AdapterRequest]:
+    """Its completions by an adapter."""
     requests = []
     for n in range(self.num_samples):
       (seed,) = np.random.SeedSequence([self.seed, n]).generate_state(1)
-      requests.append(GenerationRequest(self.prompt, self.max_new_tokens, self.sampling, int(seed)))
+      requests.append(
+        AdapterRequest(self.prompt, self.max_new_tokens, self.sampling, int(seed), factors)
+      )
     return requests
 
 
@@ -70,18 +72,17 @@ class SampleResult(NamedTuple):
 
 
 class Sampler:
-  """Samples completions of one adapter at a time.
+  """Samples completions of several adapters at a time.
 
   Args:
     scoring_slot: of `adapters`, for log-probabilities.
     tokenizer: None for a model without text.
-    num_rows: completions that are decoded at once.
+    num_rows: completions that are decoded at once, and the most adapters of a call.
   """
 
   def __init__(
     self,
     adapters: AdapterEngine,
-    sharder: Sharder,
     tokenizer: Tokenizer | None,
     *,
     scoring_slot: int,
@@ -90,15 +91,8 @@ class Sampler:
     self._adapters = adapters
     self._slot = scoring_slot
     self._tokenizer = tokenizer
-    self._loaded = ""
-    cfg = adapters.base_cfg
-    self._engine = Engine(
-      inference_model(cfg, sharder),
-      inference_params(cfg, adapters.base_params),
-      num_rows=num_rows,
-      max_length=adapters.max_length,
-      stop_token_ids=(),
-    )
+    self.num_rows = num_rows
+    self._engine = AdapterDecoder(adapters, num_rows=num_rows)
     self._batcher = Batcher(self._engine)
 
   def read(self, body: JsonObject, default_seed: int) -> SampleTask:
@@ -138,7 +132,7 @@ class Sampler:
       prompt_log_probs=bool(body.get("prompt_logprobs")),
       last_n=None if last_n is None else _int(last_n, "prompt_logprobs_last_n", 0, 2**31 - 1),
     )
-    self._engine.check(task.requests()[0])
+    self._engine.check(task.requests({})[0])
     return task
 
   def _stops(self, stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -157,21 +151,29 @@ class Sampler:
     return frozenset(), tuple(stops)
 
   def sample(
-    self, name: str, state: AdapterState, tasks: Sequence[SampleTask]
+    self, states: Mapping[str, AdapterState], tasks: Sequence[tuple[str, SampleTask]]
   ) -> list[SampleResult]:
-    """Sample for `tasks` with the adapter `state`, whose values `name` determines."""
-    if name != self._loaded:
-      self._loaded = ""
-      params = inference_params(self._adapters.base_cfg, self._adapters.merged(state))
-      self._engine.load(params)
-      self._loaded = name
-    self._adapters.join(self._slot, state)
-    by_task = [task.requests() for task in tasks]
+    """Sample for tasks, each with the adapter of its name in `states`."""
+    factors = {name: self._engine.factors(state) for name, state in states.items()}
+    by_task = [task.requests(factors[name]) for name, task in tasks]
+    owners: dict[GenerationRequest, SampleTask] = {}
+    for (_, task), requests in zip(tasks, by_task, strict=True):
+      owners |= dict.fromkeys(requests, task)
+    completions = self._decode(owners)
+    results: dict[int, SampleResult] = {}
+    for name, state in states.items():
+      self._adapters.join(self._slot, state)
+      for n, (owner, task) in enumerate(tasks):
+        if owner == name:
+          results[n] = self._scored(task, [completions[request] for request in by_task[n]])
+    return [results[n] for n in range(len(tasks))]
+
+  def _decode(
+    self, owners: Mapping[GenerationRequest, SampleTask]
+  ) -> dict[GenerationRequest, tuple[list[int], bool]]:
+    """The tokens of each request, and whether a stop token or text has ended it."""
     tokens: dict[GenerationRequest, list[int]] = {}
     stopped: dict[GenerationRequest, bool] = {}
-    owners: dict[GenerationRequest, SampleTask] = {}
-    for task, requests in zip(tasks, by_task, strict=True):
-      owners |= dict.fromkeys(requests, task)
     waiting = collections.deque(owners)
     while waiting or not self._batcher.is_idle:
       new = [waiting.popleft() for _ in range(min(self._batcher.num_free, len(waiting)))]
@@ -189,14 +191,10 @@ class Sampler:
           self._batcher.cancel(request)
         elif event.finish_reason:
           stopped[request] = False
-    return [
-      self._scored(task, [(tokens[request], stopped[request]) for request in requests])
-      for task, requests in zip(tasks, by_task, strict=True)
-    ]
+    return {request: (tokens[request], stopped[request]) for request in owners}
 
   def reset(self) -> None:
     """Recover from any state that a failure left."""
-    self._loaded = ""
     self._batcher.reset()
 
   def _has_stopped(self, task: SampleTask, tokens: list[int]) -> bool:

@@ -57,7 +57,6 @@ def run_serving(cfg: Config, listening: socket.socket) -> int:
   warn_if_open(host, api_key)
   sampler = Sampler(
     engine,
-    program.sharder,
     tokenizer,
     scoring_slot=cfg.serve.max_loras,
     num_rows=cfg.generate.decode_batch_size,

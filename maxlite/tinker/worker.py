@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -41,7 +41,7 @@ _STORE_EVERY = 8  # updates of a model; a restart computes as many again at most
 _SESSION_SECONDS = 3600.0  # without a sign of its client, after which a session ends
 # What requests raise that have other fields, types or sizes than the client's.
 _WRONG = (UserError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
-_TASKS_PER_BATCH = 256  # sampling requests of one adapter that are decoded together
+_TASKS_PER_BATCH = 256  # sampling requests that are decoded together
 
 log = get_logger(__name__)
 _Plain = TypeVar("_Plain", int, bool)
@@ -166,7 +166,7 @@ class Worker:
     self._resumed = {request.number for request in requests}
 
   def process(self) -> None:
-    """Process the next requests of every model, and the samples of one; waits for some."""
+    """Process the next requests of every model, and waiting samples; waits for some."""
     self._receive()
     self._train()
     self._sample()
@@ -511,36 +511,46 @@ class Worker:
   # Sampling.
 
   def _sample(self) -> None:
-    """Complete the prompts of the sampler that has waited longest."""
+    """Complete the prompts of the samplers that have waited longest."""
     if not self._samples:
       return
-    sampler_id = self._samples[0].model_id
-    batch = [each for each in self._samples if each.model_id == sampler_id][:_TASKS_PER_BATCH]
-    for request in batch:
-      self._samples.remove(request)
-    state = self._store.sampler_state(sampler_id)
-    if state is None:
-      self._fail(batch, f"there is no sampling session {sampler_id}")
-      return
+    sampler_ids = list(dict.fromkeys(each.model_id for each in self._samples))
+    together = set(sampler_ids[: self._sampler.num_rows])
+    batch = [each for each in self._samples if each.model_id in together][:_TASKS_PER_BATCH]
+    states: dict[str, AdapterState] = {}
     tasks: dict[Request, SampleTask] = {}
     for request in batch:
+      self._samples.remove(request)
+      sampler_id = request.model_id
+      if sampler_id not in states:
+        state = self._store.sampler_state(sampler_id)
+        if state is None:
+          self._fail([request], f"there is no sampling session {sampler_id}")
+          continue
+        states[sampler_id] = state
       try:
         tasks[request] = self._sampler.read(request.json(), request.number)
       except _WRONG as error:
         self._fail([request], _message(error))
     if tasks:
-      self._complete(sampler_id, state, tasks)
+      self._complete(states, tasks)
 
   def _complete(
-    self, sampler_id: str, state: AdapterState, tasks: dict[Request, SampleTask]
+    self, states: Mapping[str, AdapterState], tasks: Mapping[Request, SampleTask]
   ) -> None:
     try:
-      results = self._sampler.sample(sampler_id, state, list(tasks.values()))
-    except Exception as error:  # of any kind: the waiting clients need an answer
+      named = [(request.model_id, task) for request, task in tasks.items()]
+      results = self._sampler.sample(states, named)
+    except Exception as error:  # of any kind: it must end no sample but those of its sampler
       log.exception("sampling has failed")
       self._sampler.reset()
       self._recover()
-      self._fail(tasks, f"the server failed: {error}", "server")
+      if len(states) == 1:
+        self._fail(tasks, f"the server failed: {error}", "server")
+        return
+      for sampler_id, state in states.items():
+        own = {each: task for each, task in tasks.items() if each.model_id == sampler_id}
+        self._complete({sampler_id: state}, own)
       return
     with self._store:
       for request, result in zip(tasks, results, strict=True):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from support.slow_cases import fast_only
-from support.tiny_adapters import MIXTURE, bits_of, datum_of, engine_of
+from support.tiny_adapters import MIXTURE, bits_of, datum_of, engine_of, model_of
 
 from maxlite.adapters.datum import Datum
-from maxlite.adapters.engine import AdamW, AdapterSpec
+from maxlite.adapters.engine import AdamW, AdapterEngine, AdapterSpec
 from maxlite.adapters.losses import LOSSES
 from maxlite.errors import UserError
 
@@ -265,6 +265,41 @@ def test_evaluation_adds_no_gradient_and_a_slot_is_cleared_on_leaving(engine):
   assert not any(np.any(leaf) for leaf in jax.tree.leaves(engine.read(0)))
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_backward"])
+def test_a_row_does_not_depend_on_its_place_in_a_tile_or_on_rows_that_are_not_numbers(engine, kind):
+  for slot, spec in enumerate(SPECS):
+    engine.join(slot, engine.new_adapter(spec))
+  datum = datum_of(1, length=20)
+  bad = datum_of(2, length=20)
+  bad.inputs["weights"][:] = np.inf
+  call = getattr(engine, kind)
+  alone = bits_of(call([(1, datum)]))
+  for place in (1, 5, 8, 15):
+    rows = [(2 * (n % 2), bad) for n in range(16)]
+    rows[place] = (1, datum)
+    assert bits_of(call(rows)[place]) == alone
+
+
+def test_rows_that_complete_a_tile_change_no_slot(engine):
+  """Not even one whose weights are not numbers."""
+  state = engine.new_adapter(SPECS[0])
+  nan = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), state.factors)
+  engine.join(0, state.replace(factors=nan))
+  engine.join(1, engine.new_adapter(SPECS[1]))
+  engine.forward_backward([(1, datum_of(1, length=20))])
+  assert not any(np.any(leaf) for leaf in jax.tree.leaves(engine.leave(0).gradients))
+
+
+def test_all_calls_keep_the_shardings_of_slots(engine):
+  """A change would be another compilation of every program."""
+  start = jax.tree.map(lambda leaf: leaf.sharding, engine._slots)
+  engine.join(0, engine.new_adapter(SPECS[0]))
+  engine.forward_backward([(0, datum_of(1, length=5))])
+  engine.update(0, STEP)
+  engine.leave(0)
+  assert jax.tree.map(lambda leaf: leaf.sharding, engine._slots) == start
+
+
 def test_joining_and_leaving_compiles_nothing(engine):
   from support.tiny import compilations
 
@@ -339,6 +374,12 @@ def test_adapters_out_of_bounds_are_refused(engine):
     engine.new_adapter(AdapterSpec(rank=5))
   with pytest.raises(UserError, match="without parts"):
     engine.new_adapter(AdapterSpec(2, 0, False, False, False))
+
+
+def test_tiles_that_rows_do_not_fill_are_refused():
+  cfg, sharder, params = model_of()
+  with pytest.raises(UserError, match="tile_tokens=96 must be a power of two"):
+    AdapterEngine(cfg, sharder, params, num_slots=1, max_rank=1, max_length=64, tile_tokens=96)
 
 
 @pytest.mark.slow

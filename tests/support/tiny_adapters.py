@@ -1,13 +1,17 @@
 """A tiny decoder with slots for adapters, and random data for every loss."""
 
+import math
+
 import jax
 import numpy as np
 from flax.linen import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxlite.adapters.datum import NEEDS, Datum
 from maxlite.adapters.engine import AdapterEngine
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import Decoder
+from maxlite.optim.labels import logical_names
 from maxlite.sharding import MESH_AXES, Sharder, build_mesh
 
 VOCAB = 48
@@ -33,11 +37,23 @@ MIXTURE = {
 
 def model_of(**keys):
   """(config of the model, sharder, parameters) of a random base."""
+  return model_on({}, **keys)
+
+
+def model_on(mesh, **keys):
+  """As `model_of`, on a mesh with these degrees."""
   cfg = build(Config, DEFAULTS | KEYS | keys).model
-  degrees = (1,) * len(MESH_AXES)
-  sharder = Sharder(build_mesh(degrees, degrees, jax.devices()[:1]))
-  boxed = Decoder(cfg, sharder).init(jax.random.key(3), np.zeros((1, 4), np.int32))
-  return cfg, sharder, meta.unbox(boxed)["params"]
+  degrees = tuple(mesh.get(axis, 1) for axis in MESH_AXES)
+  devices = jax.devices()[: math.prod(degrees)]
+  sharder = Sharder(build_mesh(degrees, (1,) * len(MESH_AXES), devices))
+  tokens = np.zeros((len(devices), 4), np.int32)
+  boxed = Decoder(cfg, sharder).init(jax.random.key(3), tokens)["params"]
+  names = flatten_dict(logical_names(boxed))
+  params = {
+    path: jax.device_put(leaf, sharder.sharding(names[path]))
+    for path, leaf in flatten_dict(meta.unbox(boxed)).items()
+  }
+  return cfg, sharder, unflatten_dict(params)
 
 
 def engine_of(num_slots=3, max_rank=MAX_RANK, **keys):

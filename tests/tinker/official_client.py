@@ -163,6 +163,46 @@ def several(service, number="4"):
   return {"equal": results == alone}
 
 
+def train_and_sample(service, seed):
+  """Losses, and tokens and log-probabilities of samples of a snapshot after each of two steps."""
+  training = open_model(service, rank=1 + seed % 8, seed=seed)
+  rows = []
+  for n in range(2):
+    start = (seed + 5 * n) % 20
+    loss = step(training, [datum(TEXT[start : start + 20]), datum(TEXT[n : n + 15])])
+    snapshot = training.save_weights_and_get_sampling_client()
+    snapshot = snapshot.result() if hasattr(snapshot, "result") else snapshot
+    prompt = types.ModelInput.from_ints(TEXT[: 3 + seed % 5])
+    params = types.SamplingParams(max_tokens=6, seed=seed)
+    answer = snapshot.sample(prompt, num_samples=2, sampling_params=params).result()
+    sequences = [[list(each.tokens), list(each.logprobs)] for each in answer.sequences]
+    rows.append([loss, sequences])
+  return rows
+
+
+def crowd(service, number="32"):
+  """Clients at once, each with its session and adapter, and then one after the other."""
+  results = {}
+
+  def run(seed):
+    with tinker.ServiceClient() as own:
+      results[seed] = train_and_sample(own, seed)
+
+  seeds = range(int(number))
+  threads = [threading.Thread(target=run, args=(seed,)) for seed in seeds]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  alone = {seed: train_and_sample(service, seed) for seed in seeds}
+  texts = {str(rows) for rows in results.values()}
+  return {
+    "clients": len(results),
+    "different": len(texts),
+    "equal": sum(results.get(seed) == alone[seed] for seed in seeds),
+  }
+
+
 def failures(service):
   """Mistakes fail their own future with a line, and the client goes on."""
   training = open_model(service)

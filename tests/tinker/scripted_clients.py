@@ -23,7 +23,7 @@ def engine_and_sampler():
   engine = AdapterEngine(
     cfg, sharder, params, num_slots=NUM_SLOTS, max_rank=MAX_RANK, max_length=64
   )
-  sampler = Sampler(engine, sharder, None, scoring_slot=NUM_SLOTS - 1, num_rows=4)
+  sampler = Sampler(engine, None, scoring_slot=NUM_SLOTS - 1, num_rows=4)
   return engine, sampler
 
 

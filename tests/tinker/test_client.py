@@ -74,6 +74,11 @@ def test_clients_together_get_the_numbers_of_each_alone(server):
   assert outcome_of(server.client("several", "6")) == {"equal": True}
 
 
+def test_thirty_two_clients_train_and_sample_together_as_each_alone(server):
+  result = outcome_of(server.client("crowd", "32"))
+  assert result == {"clients": 32, "different": 32, "equal": 32}
+
+
 def test_failures(server):
   result = outcome_of(server.client("failures"))
   wanted = [
