@@ -207,6 +207,9 @@ def wanted_frequencies(num_pairs, cfg):
     elif cfg.rope_type == "llama3.1":
       kept = min(max((context * plain / (2 * math.pi) - 1) / 3, 0), 1)
       frequencies.append(kept * plain + (1 - kept) * slowed)
+    elif cfg.rope_type == "llama4":
+      wavelength = 2 * math.pi / plain
+      frequencies.append(slowed if wavelength > context else plain)
     elif cfg.rope_type == "proportional":
       is_rotated = pair < int(2 * num_pairs * cfg.partial_rotary_factor) // 2
       frequencies.append(plain if is_rotated else 0.0)
