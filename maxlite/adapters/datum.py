@@ -10,7 +10,7 @@ import numpy as np
 from maxlite.adapters.losses import LOSSES, LossInputs
 from maxlite.errors import UserError
 
-MIN_LENGTH = 32  # of padded rows, which have this length times a power of two
+MIN_LENGTH = 16  # of padded rows, which have this length times a power of two
 _MAX_TARGETS = 1024  # per token
 # Inputs that a loss needs in addition to the targets.
 POLICY_INPUTS = ("logprobs", "advantages")
