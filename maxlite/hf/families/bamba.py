@@ -70,22 +70,27 @@ def require_no_limits(hf: ConfigJson) -> None:
     )
 
 
-def mamba_from_hf(hf: ConfigJson) -> JsonObject:
+def mamba_from_hf(hf: ConfigJson, num_channels: int | None = None) -> JsonObject:
   """Return our key of the channels of a head of state-space layers.
+
+  Args:
+    hf: of a model with keys as Bamba's.
+    num_channels: of all heads; None: mamba_expand times the width of the model.
 
   Raises:
     UserError: all heads do not have the channels that the layer has, or steps are clipped.
   """
   require_no_limits(hf)
-  num_channels = hf["mamba_expand"] * hf["hidden_size"]
+  if num_channels is None:
+    num_channels = int(hf["mamba_expand"] * hf["hidden_size"])
   num_heads = hf["mamba_n_heads"]
   head_dim = hf["mamba_d_head"]
   if head_dim == "auto":
     head_dim = num_channels // num_heads
   if head_dim * num_heads != num_channels:
     raise UserError(
-      f"config.json has mamba_d_head={head_dim} and mamba_n_heads={num_heads}, but mamba_expand * "
-      f"hidden_size={num_channels} channels in all: copy it again"
+      f"config.json has mamba_d_head={head_dim} and mamba_n_heads={num_heads}, but "
+      f"{num_channels} channels of state-space layers in all: copy it again"
     )
   return {"mamba_head_dim": head_dim}
 

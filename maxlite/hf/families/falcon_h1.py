@@ -11,7 +11,7 @@ from maxlite.hf.families.bamba import (
   MAMBA_KEYS,
   MAMBA_REQUIRED,
   MAMBA_UNREAD,
-  require_no_limits,
+  mamba_from_hf,
 )
 from maxlite.hf.family import ATTENTION, DENSE_KEYS, HfFamily, Key, TensorRule, mlp
 from maxlite.storage.json_values import Json, JsonObject
@@ -33,21 +33,7 @@ def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
     UserError: all heads do not have the channels that the layer has, a list does not have a number
       for each projection, or a multiplier is not positive.
   """
-  require_no_limits(hf)
-  num_channels = hf.get("mamba_d_ssm")
-  expand = hf.get("mamba_expand")
-  if num_channels is None:
-    num_channels = int(expand * hf["hidden_size"])
-  num_heads = hf["mamba_n_heads"]
-  head_dim = hf["mamba_d_head"]
-  if head_dim == "auto":
-    head_dim = num_channels // num_heads
-  if head_dim * num_heads != num_channels:
-    raise UserError(
-      f"config.json has mamba_d_head={head_dim} and mamba_n_heads={num_heads}, but "
-      f"{num_channels} channels in all: copy it again"
-    )
-  found = {"mamba_head_dim": head_dim, "mamba_norm": _norm(hf)}
+  found = mamba_from_hf(hf, hf.get("mamba_d_ssm")) | {"mamba_norm": _norm(hf)}
   for name in _POSITIVE:
     if hf[name] <= 0:
       raise UserError(
@@ -135,7 +121,7 @@ FALCON_H1 = HfFamily(
     TensorRule("final_norm/scale", "model.final_layernorm.weight", "d -> d"),
     TensorRule("unembed/kernel", "lm_head.weight", "d v -> v d"),
   ),
-  # Of published files, not read by transformers.
-  unread=(*MAMBA_UNREAD, "attn_layer_indices", "mamba_use_mlp"),
+  # Of published files, not read by transformers; mamba_expand only without mamba_d_ssm.
+  unread=(*MAMBA_UNREAD, "attn_layer_indices", "mamba_use_mlp", "mamba_expand"),
 )
 FAMILIES = (FALCON_H1,)
