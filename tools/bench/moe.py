@@ -12,11 +12,15 @@ step      the training step: decoders of width 256 and 4 layers on 4 x 256 token
           with top-2 against a dense MLP of 1024, and, if torch and transformers are installed,
           against the tokens/s of `MixtralForCausalLM` with grouped matmuls; no activation is
           computed again, here or there
+groups    where the time of that grouped matmul goes: with one group, with equal groups, whose tiles
+          need no padding, and with the groups of `matmul`, beside the rows that tiles compute
+optimizer the steps of `step` with 4 and 16 rows, with AdamW and with plain gradient descent, which
+          shows what the moments of more parameters cost
 rates     a grouped matmul of a large model on an accelerator: TFLOP/s and memory
 
-The default is all sections on an accelerator, and all except `rates` on a CPU. The goals of the
-first four are for CPUs. Candidates alternate within each round, so that a busy machine slows them
-equally, and medians are compared. A matmul on all cores waits for the busiest core; to exclude
+The default is `matmul`, `layer`, `exchange` and `step`, and on an accelerator `rates`. The goals of
+the first four are for CPUs. Candidates alternate within each round, so that a busy machine slows
+them equally, and medians are compared. A matmul on all cores waits for the busiest core; to exclude
 that, compare processor time on one core:
 `taskset -c 0 python tools/bench/moe.py --processor-time`.
 """
@@ -44,6 +48,7 @@ from step import SHAPE, program_candidate, tokens_of
 
 from maxlite.config import load_config
 from maxlite.config.model_families import MoeForm
+from maxlite.kernels.grouped_matmul import tiled
 from maxlite.kernels.grouped_matmul.api import grouped_matmul, resolve_backend
 from maxlite.kernels.hardware import Hardware, hardware_of
 from maxlite.kernels.xla_cpu import keep_freed_memory
@@ -154,10 +159,10 @@ def main() -> int:
 
 
 def default_sections(platform: str) -> list[str]:
-  """All sections, without `rates` on a CPU."""
-  sections = list(SECTIONS)
-  if platform == "cpu":
-    sections.remove("rates")
+  """All sections that compare with goals; on a CPU without `rates`."""
+  sections = ["matmul", "layer", "exchange", "step"]
+  if platform != "cpu":
+    sections.append("rates")
   return sections
 
 
@@ -200,6 +205,41 @@ def matmul(timer: Timer, platform: str) -> None:
       backend,
       at_least=goal.ragged_dot_at_least,
     )
+
+
+def groups(timer: Timer, platform: str) -> None:
+  if platform != "cpu":
+    print("groups: the tiles of rows are those of CPUs")
+    return
+  print("groups: sizes, rows that tiles compute / rows, time / dense")
+  for goal in MATMUL_GOALS:
+    size = GroupedSize(num_rows=8192, num_in=256, num_out=512, num_groups=goal.num_groups)
+    num_groups = size.num_groups
+    one_G = np.zeros(num_groups, np.int32)
+    one_G[0] = size.num_rows
+    kinds = {
+      "one": one_G,
+      "equal": np.full(num_groups, size.num_rows // num_groups, np.int32),
+      "different": skewed_sizes(size.num_rows, num_groups),
+    }
+    operands = draw(size.operand_shapes, "float32")
+    runs = {"dense": compiled(functools.partial(dense, jnp.float32), operands)}
+    for kind, sizes_G in kinds.items():
+      runs[kind] = compiled(grouped("tiled"), [jnp.asarray(sizes_G), *operands])
+    seconds = timer.median_seconds(runs)
+    for kind, sizes_G in kinds.items():
+      computed = rows_of_tiles(size.num_rows, sizes_G) / size.num_rows
+      ratio = seconds[kind] / seconds["dense"]
+      print(f"groups: {num_groups:2} {kind:9} {computed:.2f} {ratio:.2f}", flush=True)
+
+
+def rows_of_tiles(num_rows: int, sizes_G: np.ndarray) -> int:
+  """The rows of all tiles in which the backend for CPUs computes these groups."""
+  tile_sizes = tiled.tile_sizes(num_rows, len(sizes_G))
+  largest = tile_sizes[-1]
+  rests_G = sizes_G % largest
+  firsts_G = [min(size for size in tile_sizes if size >= rest) if rest else 0 for rest in rests_G]
+  return int(np.sum(sizes_G - rests_G)) + sum(firsts_G)
 
 
 def grouped(backend: str) -> Callable[..., tuple]:
@@ -390,6 +430,20 @@ def step(timer: Timer, platform: str) -> None:
     print_ratio("step: tokens/s, moe / mixtral", speedup, at_least=1.2)
 
 
+def optimizer(timer: Timer, platform: str) -> None:
+  del platform
+  keys = [*SHAPE, f"ici_data_parallelism={len(jax.devices())}", "adam_weight_decay=0"]
+  for num_rows in (4, 16):
+    for opt_type in ("adamw", "optax.sgd"):
+      of_runs = [*keys, f"per_device_batch_size={num_rows}", f"opt_type={opt_type}"]
+      runs: Runs = {
+        name: program_candidate(name, load_config([*of_runs, f"decoder_block={block}"])).run
+        for name, block in (("dense", "llama"), ("moe", "mixtral"))
+      }
+      seconds = timer.median_seconds(runs)
+      print_ratio_of(f"optimizer: {num_rows} rows, {opt_type}", seconds, "moe", "dense")
+
+
 def has_transformers() -> bool:
   return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
@@ -480,7 +534,15 @@ def verdict(is_met: bool) -> str:
   return "met" if is_met else "MISSED"
 
 
-SECTIONS = {"matmul": matmul, "layer": layer, "exchange": exchange, "step": step, "rates": rates}
+SECTIONS = {
+  "matmul": matmul,
+  "layer": layer,
+  "exchange": exchange,
+  "step": step,
+  "groups": groups,
+  "optimizer": optimizer,
+  "rates": rates,
+}
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -144,7 +144,7 @@ def for_tiles(
   num_rows: int,
 ) -> Carry:
   """Runs `carry = body(tile, the group's matrices, carry)` for all tiles of all groups."""
-  sizes = _sizes(num_rows, group_sizes_G.shape[0])
+  sizes = tile_sizes(num_rows, group_sizes_G.shape[0])
   ends_G = jnp.cumsum(group_sizes_G)
   starts_G = ends_G - group_sizes_G
   is_empty_G = group_sizes_G == 0
@@ -190,7 +190,7 @@ def _for_tiles_of_group(
   return _while(visit_whole, middle, end, largest, carry)
 
 
-def _sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
+def tile_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
   """Tile sizes, smallest first: quarters of the largest.
 
   Every size is a copy of the loop's body in the compiled program, so there are few.
