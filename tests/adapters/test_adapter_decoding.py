@@ -1,5 +1,6 @@
 """Rows of different adapters are decoded together, each as if it were alone."""
 
+import jax
 import numpy as np
 import pytest
 from support.tiny_adapters import MIXTURE, engine_of
@@ -98,7 +99,7 @@ def check_greedy(engine, decoder, state):
   params = engine.merged(state)
   model = Decoder(engine.base_cfg, engine.sharder)
   whole = np.asarray([*prompt, *tokens])
-  logits = model.apply({"params": params}, whole[None])[0]
+  logits = jax.jit(model.apply)({"params": params}, whole[None])[0]
   want = np.argmax(logits, axis=-1)[len(prompt) - 1 : -1]
   np.testing.assert_array_equal(tokens, want)
 

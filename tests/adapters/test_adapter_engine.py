@@ -157,7 +157,7 @@ def test_losses_and_gradients_equal_those_of_the_formulas_on_the_merged_model(en
     log_prob = jax.nn.log_softmax(logits)[np.arange(9), datum.targets]
     return reference_loss(datum, log_prob), log_prob
 
-  (want, log_prob), gradient = jax.value_and_grad(merged_loss, has_aux=True)(factors)
+  (want, log_prob), gradient = jax.jit(jax.value_and_grad(merged_loss, has_aux=True))(factors)
   np.testing.assert_allclose(result.log_probs, log_prob, rtol=2e-5, atol=2e-5)
   np.testing.assert_allclose(result.loss, want, rtol=1e-4, atol=1e-4)
   got = engine.read(0).gradients
@@ -179,7 +179,7 @@ def reference_logits(engine, params, tokens):
   from maxlite.models import Decoder
 
   model = Decoder(engine.base_cfg, engine._model.sharder)
-  return model.apply({"params": params}, tokens[None])[0]
+  return jax.jit(model.apply)({"params": params}, tokens[None])[0]
 
 
 def reference_loss(datum, lp):

@@ -129,7 +129,7 @@ def test_every_preset_is_covered():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_of_real_models_compute_in_bfloat16_with_rematerialization(name, tmp_path):
+def test_presets_of_real_models_compute_in_bfloat16_with_rematerialization(name):
   cfg = load_config([f"model_name={name}"])
   policy = "full" if PUBLISHED[name][0] > 5e9 else "minimal"
   assert (cfg.model.dtype, cfg.model.weight_dtype) == ("bfloat16", "float32")
@@ -137,7 +137,11 @@ def test_presets_of_real_models_compute_in_bfloat16_with_rematerialization(name,
   assert {"dtype=bfloat16 (default float32)", f"remat_policy={policy} (default none)"} <= {
     *describe_changes(cfg)
   }
-  # A file or an argument may set others, and an ensemble's members share the ensemble's.
+
+
+@pytest.mark.parametrize("name", fast_only(PUBLISHED, *COUNTED_BY_DEFAULT[:2]))
+def test_a_file_or_an_argument_replaces_the_precision_of_a_preset(name, tmp_path):
+  """And an ensemble's members share the ensemble's."""
   (tmp_path / "own.yml").write_text("dtype: float32\n")
   own = load_config([f"model_name={name}", str(tmp_path / "own.yml"), "remat_policy=none"])
   assert (own.model.dtype, own.model.remat_policy) == ("float32", "none")

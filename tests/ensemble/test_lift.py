@@ -45,20 +45,34 @@ def member_of(variables, z):
   return jax.tree.map(lambda leaf: leaf[z], nn.unbox(variables))
 
 
+def partition_spec_of(module):
+  return nn.get_partition_spec(jax.eval_shape(module.init, jax.random.key(0), np.ones((2, 5))))
+
+
 def test_every_copy_computes_what_its_module_does():
   module = Net([4, 3])
   members = lift(module, 3)
   x_BD = np.sin(np.arange(10, dtype=np.float32)).reshape(2, 5)
   keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-  variables = members.init(keys, x_BD)
-  outputs = members.apply(variables, x_BD, train=False)
-  trained, updated = members.apply(variables, x_BD, mutable=["batch_stats", "losses"], rngs=keys)
+
+  @jax.jit
+  def run():
+    variables = members.init(keys, x_BD)
+    outputs = members.apply(variables, x_BD, train=False)
+    updated = members.apply(variables, x_BD, mutable=["batch_stats", "losses"], rngs=keys)
+    return variables, outputs, updated
+
+  @jax.jit
+  def run_alone(variables):
+    return module.apply(variables, x_BD, train=False)
+
+  variables, outputs, (trained, updated) = jax.device_get(run())
   assert len({float(jnp.sum(own)) for own in trained}) == 3  # random numbers differ
   for z in range(3):
     own = member_of(variables, z)
     expected = jax.eval_shape(module.init, keys, x_BD)
     assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, nn.unbox(expected))
-    alone = module.apply(own, x_BD, train=False)
+    alone = run_alone(own)
     # Not bitwise: a product with a leading axis rounds differently on some processors.
     np.testing.assert_allclose(outputs[z], alone, rtol=1e-6)
     assert jax.tree.map(jnp.shape, member_of(updated, z)["batch_stats"]) == jax.tree.map(
@@ -69,13 +83,13 @@ def test_every_copy_computes_what_its_module_does():
 
 
 def test_parameters_have_the_logical_axis_ensemble():
-  names = nn.get_partition_spec(lift(Net([4]), 2).init(jax.random.key(0), np.ones((2, 5))))
+  names = partition_spec_of(lift(Net([4]), 2))
   assert names["params"]["scale"] == jax.P("ensemble", "embed")
   assert names["params"]["Dense_0"]["kernel"] == jax.P("ensemble", None, None)
 
 
 def test_statistics_have_the_logical_axis_ensemble():
-  names = nn.get_partition_spec(lift(Net([4]), 2).init(jax.random.key(0), np.ones((2, 5))))
+  names = partition_spec_of(lift(Net([4]), 2))
   assert names["batch_stats"]["BatchNorm_0"]["mean"] == jax.P("ensemble", None)
 
 

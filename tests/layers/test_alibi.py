@@ -23,14 +23,20 @@ def test_scores_fall_by_the_slope_times_the_distance(num_heads):
   with jax.enable_x64(True):
     q, k, v = (draw(seed, shape) for seed in range(3))
     position_BT = np.concatenate([np.arange(5), np.arange(4)])[None]
-    bias_BTH = key_bias(position_BT, num_heads)
-    got = attention(
-      with_bias(q, 1.0, 8),
-      with_bias(k, bias_BTH, 8),
-      v,
-      AttentionMask(SEGMENT_BT, SEGMENT_BT, 0, None),
-      ScoreOptions(0.5, 4),
-    )
+
+    @jax.jit
+    def attend(q, k, v):
+      bias_BTH = key_bias(position_BT, num_heads)
+      y = attention(
+        with_bias(q, 1.0, 8),
+        with_bias(k, bias_BTH, 8),
+        v,
+        AttentionMask(SEGMENT_BT, SEGMENT_BT, 0, None),
+        ScoreOptions(0.5, 4),
+      )
+      return y, bias_BTH
+
+    got, bias_BTH = attend(q, k, v)
   slope_H = np.asarray(bias_BTH)[0, 1]
   distance_TS = np.arange(NUM_POSITIONS)[:, None] - np.arange(NUM_POSITIONS)
   scores = np.einsum("bthc,bshc->bhts", q, k) - slope_H[None, :, None, None] * distance_TS

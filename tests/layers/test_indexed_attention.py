@@ -98,38 +98,38 @@ def layer(sharder, params, x_BTD, **changes):
 
 def formula(params, x_BTD, *, topk=TOPK, interleaved=False):
   """(y_BTD, divergence), query by query. Source: DeepSeek-V3.2 (2025), equations 1 to 4."""
+  of_row = functools.partial(formula_of_row, params, topk, interleaved)
+  y_BTD, divergence_B = jax.vmap(of_row)(x_BTD, SEGMENT_BT, ANGLE_BTR)
+  return y_BTD, jnp.sum(divergence_B)
+
+
+def formula_of_row(params, topk, interleaved, x_TD, segment_T, angle_TR):
   w = {name: leaf["kernel"] for name, leaf in params.items() if "kernel" in leaf}
-  of_index = params["indexer"]
-  rows = []
-  divergence = 0.0
-  for x_TD, segment_T, angle_TR in zip(x_BTD, SEGMENT_BT, ANGLE_BTR, strict=True):
-    query_TQ = rms(x_TD @ w["query_down"], params["query_norm"])
-    down_TL = x_TD @ w["kv_down"]
-    latent_TL = rms(down_TL[:, :LATENT], params["kv_norm"])
-    turned_k = turn_pairs(down_TL[:, LATENT:], angle_TR)
-    seen_TS = np.tril(segment_T[:, None] == segment_T[None])
-    # Both of the indexer's inputs are data to it.
-    fixed_TD, fixed_TQ = jax.lax.stop_gradient((x_TD, query_TQ))
-    index_TS = index_formula(of_index, fixed_TD, fixed_TQ, angle_TR, interleaved)
-    attended_TS = best(index_TS, seen_TS, topk)
-    y_TD = jnp.zeros_like(x_TD)
-    mass_TS = jnp.zeros((NUM_POSITIONS, NUM_POSITIONS))
-    for h in range(NUM_HEADS):
-      q_TC = query_TQ @ w["query"][:, h]
-      kv_TC = latent_TL @ w["kv_up"][:, h]
-      score_TS = q_TC[:, :NOPE] @ kv_TC[:, :NOPE].T
-      score_TS += (turn_pairs(q_TC[:, NOPE:], angle_TR) @ turned_k.conj().T).real
-      score_TS *= (NOPE + ROPE) ** -0.5
-      p_TS = jax.nn.softmax(jnp.where(attended_TS, score_TS, -jnp.inf))
-      mass_TS += jax.lax.stop_gradient(p_TS)
-      y_TD += p_TS @ kv_TC[:, NOPE:] @ w["out"][h]
-    rows.append(y_TD)
-    target_TS = mass_TS / NUM_HEADS
-    q_TS = jax.nn.softmax(jnp.where(attended_TS, index_TS, -jnp.inf))
-    log_ratio_TS = jnp.log(jnp.where(attended_TS, target_TS, 1) / jnp.where(attended_TS, q_TS, 1))
-    real_T1 = np.float64(segment_T > 0)[:, None]
-    divergence += jnp.sum(target_TS * log_ratio_TS * real_T1)
-  return jnp.stack(rows), divergence
+  query_TQ = rms(x_TD @ w["query_down"], params["query_norm"])
+  down_TL = x_TD @ w["kv_down"]
+  latent_TL = rms(down_TL[:, :LATENT], params["kv_norm"])
+  turned_k = turn_pairs(down_TL[:, LATENT:], angle_TR)
+  seen_TS = jnp.tril(segment_T[:, None] == segment_T[None])
+  # Both of the indexer's inputs are data to it.
+  fixed_TD, fixed_TQ = jax.lax.stop_gradient((x_TD, query_TQ))
+  index_TS = index_formula(params["indexer"], fixed_TD, fixed_TQ, angle_TR, interleaved)
+  attended_TS = best(index_TS, seen_TS, topk)
+  y_TD = jnp.zeros_like(x_TD)
+  mass_TS = jnp.zeros((NUM_POSITIONS, NUM_POSITIONS))
+  for h in range(NUM_HEADS):
+    q_TC = query_TQ @ w["query"][:, h]
+    kv_TC = latent_TL @ w["kv_up"][:, h]
+    score_TS = q_TC[:, :NOPE] @ kv_TC[:, :NOPE].T
+    score_TS += (turn_pairs(q_TC[:, NOPE:], angle_TR) @ turned_k.conj().T).real
+    score_TS *= (NOPE + ROPE) ** -0.5
+    p_TS = jax.nn.softmax(jnp.where(attended_TS, score_TS, -jnp.inf))
+    mass_TS += jax.lax.stop_gradient(p_TS)
+    y_TD += p_TS @ kv_TC[:, NOPE:] @ w["out"][h]
+  target_TS = mass_TS / NUM_HEADS
+  q_TS = jax.nn.softmax(jnp.where(attended_TS, index_TS, -jnp.inf))
+  log_ratio_TS = jnp.log(jnp.where(attended_TS, target_TS, 1) / jnp.where(attended_TS, q_TS, 1))
+  is_real_T1 = segment_T[:, None] > 0
+  return y_TD, jnp.sum(jnp.where(is_real_T1, target_TS * log_ratio_TS, 0))
 
 
 def index_formula(params, x_TD, query_TQ, angle_TR, interleaved):

@@ -74,7 +74,7 @@ def random_params(cfg, sharder, x_BTD):
   )
   rng = np.random.default_rng(1)
   params = meta.unbox(variables["params"])
-  return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 2), params)
+  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 2, params)
 
 
 def with_groups(num_groups):
@@ -92,7 +92,8 @@ def value_and_gradients(cfg, sharder, params, x_BTD):
     return jnp.sum(y_BTD * weight), y_BTD
 
   with jax.set_mesh(sharder.mesh):
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x_BTD)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    return jax.device_get(run(params, x_BTD))
 
 
 @pytest.mark.parametrize(("mesh", "num_groups"), MESHES)
@@ -115,12 +116,13 @@ def test_shards_with_parts_of_several_groups_are_refused(build_sharder, x_BTD):
 
 def test_documents_do_not_mix(sharders, params, x_BTD):
   apply = jax.jit(Mamba(CFG, sharders["one device"], SPEC).apply)
-  packed_BTD, _ = apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT))
+  packed_BTD, _ = jax.device_get(apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT)))
   for row, document in [(0, 2), (0, 3), (1, 2), (2, 3)]:
     span = np.flatnonzero(SEGMENT_BT[row] == document)
     alone_BTD = np.zeros_like(x_BTD)
     alone_BTD[0, : len(span)] = x_BTD[row, span]
-    y_BTD, _ = apply({"params": params}, alone_BTD, LayerInputs(np.ones_like(SEGMENT_BT)))
+    inputs = LayerInputs(np.ones_like(SEGMENT_BT))
+    y_BTD, _ = jax.device_get(apply({"params": params}, alone_BTD, inputs))
     np.testing.assert_allclose(packed_BTD[row, span], y_BTD[0, : len(span)], rtol=1e-9, atol=1e-12)
 
 
@@ -134,7 +136,8 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
   variables = {"params": params}
   length_B = np.arange(NUM_ROWS, dtype=np.int32) + 5
   segment_BT = (np.arange(NUM_POSITIONS)[None] < length_B[:, None]).astype(np.int32)
-  (whole_BTD, _), _ = apply(variables, x_BTD, LayerInputs(np.ones_like(segment_BT)))
+  inputs = LayerInputs(np.ones_like(segment_BT))
+  (whole_BTD, _), _ = jax.device_get(apply(variables, x_BTD, inputs))
   _, prefill = apply(variables, x_BTD, LayerInputs(segment_BT))
   num_cached = NUM_ROWS + 2  # rows of the cache
   row_B = np.arange(NUM_ROWS)[::-1] + 2
@@ -152,12 +155,12 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
     is_active_BT[row_B[first_active:]] = 1
     inputs = LayerInputs(is_active_BT)
     result, updated = apply(variables | {cache.COLLECTION: entries}, new_BTD, inputs)
-    y_BTD, _ = result
+    y_BTD, _ = jax.device_get(result)
     for prompt in range(first_active, NUM_ROWS):
       want_D = whole_BTD[prompt, length_B[prompt] + step]
       np.testing.assert_allclose(y_BTD[row_B[prompt], 0], want_D, rtol=1e-9, atol=1e-12)
-    before = jax.tree.leaves(entries)
+    before = jax.tree.leaves(jax.device_get(entries))
     entries = updated[cache.COLLECTION]
     for idle_row in row_B[:first_active]:
-      for old, new in zip(before, jax.tree.leaves(entries), strict=True):
+      for old, new in zip(before, jax.tree.leaves(jax.device_get(entries)), strict=True):
         np.testing.assert_array_equal(new[idle_row], old[idle_row])

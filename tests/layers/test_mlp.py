@@ -48,12 +48,15 @@ def test_gated_and_ungated(sharders, activations):
     def apply(params, x_BTD):
       return mlp.apply({"params": params}, x_BTD)
 
-    def value_and_gradients(function):
-      y_BTD, pull_back = jax.vjp(jax.jit(function), params, x_BTD)
-      return y_BTD, pull_back(dy_BTD)
+    @jax.jit
+    def both(params, x_BTD):
+      results = []
+      for function in (apply, functools.partial(formula, activations)):
+        y_BTD, pull_back = jax.vjp(function, params, x_BTD)
+        results.append((y_BTD, pull_back(dy_BTD)))
+      return results
 
-    expected = value_and_gradients(functools.partial(formula, activations))
-    for leaf, expected_leaf in trees.leaf_pairs(value_and_gradients(apply), expected):
+    for leaf, expected_leaf in trees.leaf_pairs(*both(params, x_BTD)):
       np.testing.assert_allclose(leaf, expected_leaf, atol=1e-12)
 
 

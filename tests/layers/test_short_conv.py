@@ -51,7 +51,7 @@ def params(x_BTD, sharders):
   variables = jax.eval_shape(init, jax.random.key(0), x_BTD, LayerInputs(SEGMENT_BT))
   rng = np.random.default_rng(1)
   params = meta.unbox(variables["params"])
-  return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 2), params)
+  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 2, params)
 
 
 def value_and_gradients(sharder, params, x_BTD):
@@ -64,7 +64,8 @@ def value_and_gradients(sharder, params, x_BTD):
     return jnp.sum(y_BTD * weight), y_BTD
 
   with jax.set_mesh(sharder.mesh):
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x_BTD)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    return jax.device_get(run(params, x_BTD))
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,13 @@ def test_shards_of_fewer_positions_than_the_convolution_reads_are_refused(build_
 
 def test_documents_do_not_mix(sharders, params, x_BTD):
   apply = jax.jit(ShortConv(CFG, sharders["one device"], ShortConvSpec()).apply)
-  packed_BTD, _ = apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT))
+  packed_BTD, _ = jax.device_get(apply({"params": params}, x_BTD, LayerInputs(SEGMENT_BT)))
   for row, document in [(0, 2), (0, 3), (1, 2), (2, 3)]:
     span = np.flatnonzero(SEGMENT_BT[row] == document)
     alone_BTD = np.zeros_like(x_BTD)
     alone_BTD[0, : len(span)] = x_BTD[row, span]
-    y_BTD, _ = apply({"params": params}, alone_BTD, LayerInputs(np.ones_like(SEGMENT_BT)))
+    inputs = LayerInputs(np.ones_like(SEGMENT_BT))
+    y_BTD, _ = jax.device_get(apply({"params": params}, alone_BTD, inputs))
     np.testing.assert_allclose(packed_BTD[row, span], y_BTD[0, : len(span)], rtol=1e-9, atol=1e-12)
 
 
@@ -105,19 +107,26 @@ def test_generation_continues_a_prefill(sharders, params, x_BTD):
   variables = {"params": params}
   length_B = np.arange(NUM_ROWS, dtype=np.int32) + 1
   segment_BT = (np.arange(NUM_POSITIONS)[None] < length_B[:, None]).astype(np.int32)
-  (whole_BTD, _), _ = apply(variables, x_BTD, LayerInputs(np.ones_like(segment_BT)))
+  inputs = LayerInputs(np.ones_like(segment_BT))
+  (whole_BTD, _), _ = jax.device_get(apply(variables, x_BTD, inputs))
   _, prefill = apply(variables, x_BTD, LayerInputs(segment_BT))
   row_B = np.arange(NUM_ROWS)
   prompts = prefill[cache.COLLECTION]
-  entries = cache.insert(cache.init_cache(prompts, NUM_ROWS), prompts, row_B, length_B)
+
+  @jax.jit
+  def filled(prompts):
+    return cache.insert(cache.init_cache(prompts, NUM_ROWS), prompts, row_B, length_B)
+
+  entries = filled(prompts)
   for step in range(2):
     new_BTD = x_BTD[row_B, length_B + step][:, None]
     is_active_BT = (row_B >= step).astype(np.int32)[:, None]
     inputs = LayerInputs(is_active_BT)
     (y_BTD, _), updated = apply(variables | {cache.COLLECTION: entries}, new_BTD, inputs)
     want_BD = whole_BTD[row_B, length_B + step]
-    np.testing.assert_allclose(y_BTD[step:, 0], want_BD[step:], rtol=1e-9, atol=1e-12)
-    before = jax.tree.leaves(entries)
+    got_BD = jax.device_get(y_BTD)[:, 0]
+    np.testing.assert_allclose(got_BD[step:], want_BD[step:], rtol=1e-9, atol=1e-12)
+    before = jax.tree.leaves(jax.device_get(entries))
     entries = updated[cache.COLLECTION]
-    for old, new in zip(before, jax.tree.leaves(entries), strict=True):
+    for old, new in zip(before, jax.tree.leaves(jax.device_get(entries)), strict=True):
       np.testing.assert_array_equal(new[:step], old[:step])

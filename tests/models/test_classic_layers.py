@@ -49,7 +49,10 @@ CHUNKED = {
   "normalization_layer_epsilon": 0.1,
 }
 XIELU = {"mlp_activations": ("xielu",)}
-CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED, "qwen3": XIELU}
+CHANGES = {"opt": LEARNED, "gpt2": LEARNED, "llama4": CHUNKED, "phi": XIELU, "qwen3": XIELU}
+# Layers that are not scanned compile fastest; the slow cases are scanned.
+FEW_LAYERS = {"base_num_decoder_layers": 1, "scan_layers": False}
+FEWEST = {"llama4": FEW_LAYERS | {"base_num_decoder_layers": 2}}  # a dense layer and one of experts
 RNG = np.random.default_rng(0)
 TOKENS_BT = RNG.integers(24, size=SHAPE_BT).astype(np.int32)
 SEGMENT_BT = np.array([[1] * 5 + [2] * 3, [1] * 8], np.int32)
@@ -90,29 +93,42 @@ def on_one_device(family, **changes):
     return params, *jit(jax.value_and_grad(functools.partial(loss, model)))(params)
 
 
+def scanned(family, mesh, strategy):
+  return slow(family, mesh, strategy, {})
+
+
+def unscanned(family, mesh, strategy):
+  return family, mesh, strategy, FEWEST.get(family, FEW_LAYERS)
+
+
 @pytest.mark.parametrize(
-  ("family", "mesh", "strategy"),
+  ("family", "mesh", "strategy", "layers"),
   [
-    ("opt", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
-    ("falcon_alibi", {"context": 2, "tensor": 2}, "all_gather"),
-    ("phi", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),
-    ("llama4", {"expert": 2, "context": 2, "tensor": 2}, "all_gather"),
-    slow("llama4", {"fsdp": 2, "context": 4}, "ring"),
-    slow("llama4", {"context": 2, "tensor": 2}, "ulysses"),
-    slow("falcon_alibi", {"context": 2, "tensor": 2}, "ring"),
-    slow("falcon_alibi", {"context": 2, "tensor": 2}, "ulysses"),
-    slow("opt", {"expert": 2, "tensor": 4}, "all_gather"),
-    slow("gpt2", {"fsdp": 2, "context": 2, "tensor": 2}, "ulysses"),
-    slow("gpt_neox", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
-    slow("falcon", {"fsdp": 2, "tensor": 4}, "all_gather"),
-    ("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
-    slow("nanochat", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
-    ("qwen3", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),  # with xIELU
-    slow("cohere2", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    unscanned("opt", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    unscanned("falcon_alibi", {"context": 2, "tensor": 2}, "all_gather"),
+    unscanned("phi", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),  # with xIELU
+    unscanned("llama4", {"expert": 2, "context": 2, "tensor": 2}, "all_gather"),
+    unscanned("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
+    scanned("llama4", {"expert": 2, "context": 2, "tensor": 2}, "all_gather"),
+    scanned("llama4", {"fsdp": 2, "context": 4}, "ring"),
+    scanned("llama4", {"context": 2, "tensor": 2}, "ulysses"),
+    scanned("falcon_alibi", {"context": 2, "tensor": 2}, "all_gather"),
+    scanned("falcon_alibi", {"context": 2, "tensor": 2}, "ring"),
+    scanned("falcon_alibi", {"context": 2, "tensor": 2}, "ulysses"),
+    scanned("opt", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    scanned("opt", {"expert": 2, "tensor": 4}, "all_gather"),
+    scanned("gpt2", {"fsdp": 2, "context": 2, "tensor": 2}, "ulysses"),
+    scanned("gpt_neox", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    scanned("falcon", {"fsdp": 2, "tensor": 4}, "all_gather"),
+    scanned("cohere_qk_norm", {"fsdp": 2, "tensor": 2}, "all_gather"),
+    scanned("nanochat", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
+    scanned("phi", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),
+    scanned("qwen3", {"fsdp": 2, "context": 2, "tensor": 2}, "all_gather"),  # with xIELU
+    scanned("cohere2", {"fsdp": 2, "context": 2, "tensor": 2}, "ring"),
   ],
 )
-def test_a_mesh_changes_neither_loss_nor_gradients(family, mesh, strategy):
-  changes = CHANGES.get(family, {})
+def test_a_mesh_changes_neither_loss_nor_gradients(family, mesh, strategy, layers):
+  changes = CHANGES.get(family, {}) | layers
   params, value, gradients = on_one_device(family, **changes)
   with jax.enable_x64(True):
     model = model_of(family, mesh, context_parallel_strategy=strategy, **changes)
@@ -137,39 +153,50 @@ def test_logits_are_the_products_that_losses_use_with_a_bias():
   with jax.enable_x64(True):
     model = model_of("phi", {})
     params = random_params(model)
-    x_BTD, _, w_DV = model.apply({"params": params}, *BATCH, method=model.hidden_and_unembedding)
-    logits_BTV = model.apply({"params": params}, *BATCH)
-    np.testing.assert_allclose(logits_BTV, x_BTD @ w_DV, rtol=1e-6)
+
+    @jit
+    def run(params):
+      x_BTD, _, w_DV = model.apply({"params": params}, *BATCH, method=model.hidden_and_unembedding)
+      return x_BTD @ w_DV, model.apply({"params": params}, *BATCH)
+
+    expected_BTV, logits_BTV = run(params)
+    np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-6)
     shifted = params | {"unembed_bias": {"bias": params["unembed_bias"]["bias"] + np.arange(24)}}
-    more_BTV = model.apply({"params": shifted}, *BATCH)
+    _, more_BTV = run(shifted)
   np.testing.assert_allclose(more_BTV - logits_BTV, np.tile(np.arange(24), (2, 8, 1)), atol=1e-5)
 
 
-def layers_output(model, params):
-  """What the layers add to the embeddings."""
-  _, seen = model.apply(
-    {"params": params},
-    *BATCH,
-    capture_intermediates=lambda module, _: module.name == "layers_0",
-  )
-  y_BTD, _ = seen["intermediates"]["layers_0"]["__call__"][0]
-  return y_BTD - params["embed"]["embedding"][TOKENS_BT]
+def layers_output(model):
+  """The jitted function from parameters to what the layer adds to the embeddings."""
+
+  @jit
+  def run(params):
+    _, seen = model.apply(
+      {"params": params},
+      *BATCH,
+      capture_intermediates=lambda module, _: module.name == "layers_0",
+    )
+    y_BTD, _ = seen["intermediates"]["layers_0"]["__call__"][0]
+    return y_BTD - params["embed"]["embedding"][TOKENS_BT]
+
+  return run
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
 def test_a_parallel_layer_adds_what_attention_and_mlp_make_of_its_input(family):
   with jax.enable_x64(True):
-    model = model_of(family, {}, base_num_decoder_layers=1, scan_layers=False)
+    model = model_of(family, {}, **FEW_LAYERS)
     params = random_params(model)
+    output = layers_output(model)
 
     def without(name, out):
       layer = params["layers_0"]
       zeros = jax.tree.map(np.zeros_like, layer[name][out])
       return params | {"layers_0": layer | {name: layer[name] | {out: zeros}}}
 
-    both_BTD = layers_output(model, params)
-    attention_BTD = layers_output(model, without("mlp", "wo"))
-    mlp_BTD = layers_output(model, without("attention", "out"))
+    both_BTD = output(params)
+    attention_BTD = output(without("mlp", "wo"))
+    mlp_BTD = output(without("attention", "out"))
   np.testing.assert_allclose(attention_BTD + mlp_BTD, both_BTD, rtol=1e-9)
   assert np.abs(mlp_BTD).max() > 0.01
   assert np.abs(attention_BTD).max() > 0.01
@@ -183,18 +210,18 @@ def test_rows_that_are_longer_than_the_table_of_positions_are_refused():
 
 
 def test_the_embedding_of_the_first_position_follows_the_offset():
-  _, _, gradients = on_one_device("opt", **LEARNED)
+  _, _, gradients = on_one_device("opt", **LEARNED, **FEW_LAYERS)
   used_P = np.abs(gradients["position_embed"]["embedding"]).max(-1) > 0
   np.testing.assert_array_equal(used_P, [False] * 2 + [True] * 8)
 
 
 def test_rematerialization_changes_no_gradient_of_the_numbers_of_xielu():
-  params, value, gradients = on_one_device("qwen3", **XIELU)
+  params, value, gradients = on_one_device("phi", **XIELU, **FEW_LAYERS)
   with jax.enable_x64(True):
-    model = model_of("qwen3", {}, **XIELU, remat_policy="full")
+    model = model_of("phi", {}, **XIELU, **FEW_LAYERS, remat_policy="full")
     got, recomputed = jit(jax.value_and_grad(functools.partial(loss, model)))(params)
   np.testing.assert_allclose(got, value, rtol=1e-12)
   for name in ("positive_scale", "negative_scale"):
-    want_N1 = gradients["layers"]["mlp"]["xielu"][name]
-    assert (np.abs(want_N1) > 1e-3).all()
-    np.testing.assert_allclose(recomputed["layers"]["mlp"]["xielu"][name], want_N1, rtol=1e-9)
+    want_1 = gradients["layers_0"]["mlp"]["xielu"][name]
+    assert (np.abs(want_1) > 1e-3).all()
+    np.testing.assert_allclose(recomputed["layers_0"]["mlp"]["xielu"][name], want_1, rtol=1e-9)

@@ -104,13 +104,17 @@ def test_layers_run_in_order(plan):
   x_BTD = jnp.asarray(params["embed"]["embedding"][TOKENS_BT])
   sums = []
   inputs = LayerInputs(SEGMENT_BT, {"main": rope_tables(POSITION_BT, 4, model.cfg.rope)})
+
+  @functools.cache
+  def compiled(spec):
+    return jax.jit(DecoderLayer(model.cfg, model.sharder, spec).apply)
+
   for spec, (is_moe, place, row) in zip(layer_specs(model.cfg), PLANS[plan], strict=True):
     stack = params
     for name in place.split("/"):
       stack = stack[name]
     variables = {"params": jax.tree.map(lambda leaf, row=row: leaf[row], stack)}
-    layer = jax.jit(DecoderLayer(model.cfg, model.sharder, spec).apply)
-    x_BTD, outputs = layer(variables, x_BTD, inputs)
+    x_BTD, outputs = compiled(spec)(variables, x_BTD, inputs)
     assert bool(outputs.sums) == is_moe
     if is_moe:
       sums.append(outputs.sums)

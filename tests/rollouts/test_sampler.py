@@ -40,13 +40,18 @@ def test_tokens_are_those_of_a_loop_of_forward_passes(prompts_file, factor, keys
 
 
 @pytest.mark.parametrize(
-  ("mesh", "size"),
-  [("expert=2", 2), pytest.param("fsdp=2 expert=4", 8, marks=slow)],
+  ("mesh", "size", "num_rows", "sparse"),
+  [
+    ("expert=2", 2, 2, "false"),  # on one device these are the programs of the test before
+    pytest.param("expert=2", 2, 8, "true", marks=slow),
+    pytest.param("fsdp=2 expert=4", 8, 8, "true", marks=slow),
+  ],
 )
-def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size):
+def test_a_mesh_gives_the_tokens_of_one_device(prompts_file, mesh, size, num_rows, sparse):
   results = []
   for num_devices, degrees in ((1, ""), (size, mesh)):
-    keys = mesh_keys(degrees) | {"global_batch_size": 8, "sparse_matmul": "true"}
+    rows = {"per_device_batch_size": num_rows // num_devices}
+    keys = mesh_keys(degrees) | rows | {"sparse_matmul": sparse}
     devices = jax.devices()[:num_devices]
     sampler, params, prompts = open_sampler(prompts_file, 1.0, devices, **keys)
     results.append(sampler.sample(jax.device_get(params), prompts, [0, 1]))

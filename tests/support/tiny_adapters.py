@@ -7,7 +7,7 @@ import numpy as np
 from flax.linen import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxlite.adapters.datum import NEEDS, Datum
+from maxlite.adapters.datum import MIN_LENGTH, NEEDS, Datum
 from maxlite.adapters.engine import AdapterEngine
 from maxlite.config.schema import DEFAULTS, Config, build
 from maxlite.models import Decoder
@@ -36,7 +36,7 @@ MIXTURE = {
 
 
 def model_of(**keys):
-  """(config of the model, sharder, parameters) of a random base."""
+  """(config of the model, sharder, parameters) of a random base; drawing them compiles nothing."""
   return model_on({}, **keys)
 
 
@@ -47,12 +47,15 @@ def model_on(mesh, **keys):
   devices = jax.devices()[: math.prod(degrees)]
   sharder = Sharder(build_mesh(degrees, (1,) * len(MESH_AXES), devices))
   tokens = np.zeros((len(devices), 4), np.int32)
-  boxed = Decoder(cfg, sharder).init(jax.random.key(3), tokens)["params"]
+  boxed = jax.eval_shape(Decoder(cfg, sharder).init, jax.random.key(0), tokens)["params"]
   names = flatten_dict(logical_names(boxed))
-  params = {
-    path: jax.device_put(leaf, sharder.sharding(names[path]))
-    for path, leaf in flatten_dict(meta.unbox(boxed)).items()
-  }
+  rng = np.random.default_rng(3)
+  params = {}
+  for path, leaf in flatten_dict(meta.unbox(boxed)).items():
+    values = np.ones(leaf.shape, np.float32)
+    if path[-1] != "scale":
+      values = np.float32(rng.normal(size=leaf.shape) / np.sqrt(cfg.base_emb_dim))
+    params[path] = jax.device_put(values, sharder.sharding(names[path]))
   return cfg, sharder, unflatten_dict(params)
 
 
@@ -61,9 +64,12 @@ def engine_of(num_slots=3, max_rank=MAX_RANK, **keys):
 
 
 def datum_of(seed, loss="cross_entropy", length=0, **options):
-  """Random tokens with all that the loss reads; logprobs are near those of a random model."""
+  """Random tokens with all that the loss reads; logprobs are near those of a random model.
+
+  Without `length` it is random, up to the second of the lengths to which rows are padded.
+  """
   rng = np.random.default_rng(seed)
-  length = length or int(rng.integers(1, 40))
+  length = length or int(rng.integers(1, 2 * MIN_LENGTH + 1))
   ids = rng.integers(0, VOCAB, (2, length))
   inputs = {}
   for name in NEEDS[loss]:

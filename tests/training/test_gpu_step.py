@@ -3,6 +3,8 @@
 Kernels stay those of CPUs; tests/kernels has the GPU's.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -13,13 +15,14 @@ from support.tiny import build, config_of, mesh_keys, place, uneven_batch
 from maxlite.sharding import Sharder
 
 SCANNED = {"scan_layers": True, "base_num_decoder_layers": 3, "gradient_clipping_threshold": 1.0}
+DENSE = {"decoder_block": "llama", "remat_policy": "minimal"}
 
 
-def step_of(monkeypatch, platform, keys, *, poison=False):
-  """(state, metrics) after a step."""
+def step_of(monkeypatch, program_of, platform, keys, *, poison=False):
+  """(state before a step, state and metrics after it)."""
   with monkeypatch.context() as patch:
     patch.setattr(Sharder, "platform", platform)
-    program = build(config_of(**SCANNED, **keys))
+    program = program_of(platform, **SCANNED, **keys)
     state = program.init(0)
     if poison:
       state = state.replace(params=jax.tree.map(lambda leaf: leaf * np.nan, state.params))
@@ -28,10 +31,17 @@ def step_of(monkeypatch, platform, keys, *, poison=False):
   return before, state, metrics
 
 
+@pytest.fixture(scope="module")
+def program_of():
+  """A function from platform and config keys to the program; tests share equal ones."""
+  return functools.cache(lambda _platform, **keys: build(config_of(**keys)))
+
+
 @pytest.mark.parametrize(
   ("keys", "mesh"),
   [
-    ({"decoder_block": "mixtral", "remat_policy": "minimal"}, "data=8"),
+    (DENSE, "data=8"),
+    slow({"decoder_block": "mixtral", "remat_policy": "minimal"}, "data=8"),
     slow({"decoder_block": "llama", "remat_policy": "full"}, "fsdp=4 tensor=2"),
     slow({"decoder_block": "llama", "remat_policy": "none"}, "data=8"),
     slow({"decoder_block": "qwen3_moe", "remat_policy": "minimal"}, "fsdp=2 expert=4"),
@@ -41,10 +51,10 @@ def step_of(monkeypatch, platform, keys, *, poison=False):
     slow({"decoder_block": "llama", "gradient_accumulation_steps": 2}, "data=8"),
   ],
 )
-def test_a_gpus_step_equals_a_cpus(keys, mesh, monkeypatch):
+def test_a_gpus_step_equals_a_cpus(keys, mesh, monkeypatch, program_of):
   keys = keys | mesh_keys(mesh)
-  _, expected_state, expected = step_of(monkeypatch, "cpu", keys)
-  _, state, metrics = step_of(monkeypatch, "gpu", keys)
+  _, expected_state, expected = step_of(monkeypatch, program_of, "cpu", keys)
+  _, state, metrics = step_of(monkeypatch, program_of, "gpu", keys)
   np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
   np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
   for leaf, expected_leaf in trees.leaf_pairs(state.params, expected_state.params):
@@ -53,9 +63,9 @@ def test_a_gpus_step_equals_a_cpus(keys, mesh, monkeypatch):
     np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-7)
 
 
-def test_a_gpu_skips_a_step_that_is_not_finite(monkeypatch):
-  keys = {"decoder_block": "llama"} | mesh_keys("data=8")
-  before, state, metrics = step_of(monkeypatch, "gpu", keys, poison=True)
+def test_a_gpu_skips_a_step_that_is_not_finite(monkeypatch, program_of):
+  keys = DENSE | mesh_keys("data=8")
+  before, state, metrics = step_of(monkeypatch, program_of, "gpu", keys, poison=True)
   assert not np.isfinite(metrics["loss"])
   assert int(metrics["skipped"]) == 1
   for name in ("params", "opt_state"):

@@ -46,6 +46,8 @@ def test_steps_equal_those_on_one_device(program_of, mesh, changes):
   assert_same_steps(take_steps(program, before, batches), expected)
 
 
+# test_indexed_attention.py has the dense warm-up, test_run_phases.py what a phase leaves alone.
+@pytest.mark.slow
 def test_a_phase_warms_up_the_indexer_alone(program_of):
   """As published: dense attention, the indexer learns from it, everything else is frozen."""
   program = program_of(

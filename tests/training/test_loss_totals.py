@@ -190,9 +190,10 @@ def test_micro_batches_use_the_slopes_of_the_whole_batch(name, scope, num_mtp):
     jax.tree.map(jnp.zeros_like, sums), jax.tree.map(jnp.asarray, batch), lambda: sums
   )
 
+  @jax.jit
   def slopes(point):
     """Of the sums that parameters change."""
-    of_all = jax.grad(lambda sums: loss.combine(sums)[0])(jax.tree.map(jnp.asarray, point))
+    of_all = jax.grad(lambda sums: loss.combine(sums)[0])(point)
     routers = of_all.layers["moe"]
     layers = (routers.prob_E, routers.z, routers.row_balance)
     found = [of_all.nll, of_all.logits_z, of_all.divergence, of_all.draft.loss, layers]

@@ -55,8 +55,8 @@ def program_of(folder, **keys):
   ("stored", "keys"),
   [
     slow("F16", {}),
-    ("BF16", {}),
-    ("F32", {"weight_dtype": "bfloat16"}),
+    slow("BF16", {}),
+    ("F32", {"weight_dtype": "bfloat16"}),  # which rounds
     slow("F32", {}),
     slow("F32", {"dtype": "bfloat16"}),
     slow("F16", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}),
