@@ -134,7 +134,8 @@ def shrink_model(model: ModelConfig) -> ModelConfig:
     mla=_latent(model.mla),
     gdn=_gated_delta(model.gdn),
     mamba=_mamba(model.mamba),
-    attention_layers=_attending(model, num_layers),
+    global_layers=_listed(model.global_layers, model, num_layers),
+    attention_layers=_listed(model.attention_layers, model, num_layers),
     hybrid_override_pattern=_pattern(model.hybrid_override_pattern),
     cycle=cycle,
     moe=moe,
@@ -274,10 +275,10 @@ def _mamba(mamba: MambaConfig) -> MambaConfig:
   )
 
 
-def _attending(model: ModelConfig, num_layers: int) -> tuple[int, ...]:
-  """The layers of `num_layers` that attend: one, unless all or none of the model do."""
-  if len(model.attention_layers) in (0, model.base_num_decoder_layers):
-    return tuple(range(num_layers))[: len(model.attention_layers)]
+def _listed(numbers: tuple[int, ...], model: ModelConfig, num_layers: int) -> tuple[int, ...]:
+  """The layers of `num_layers` that are listed: one, unless all or none of the model are."""
+  if len(numbers) in (0, model.base_num_decoder_layers):
+    return tuple(range(num_layers))[: len(numbers)]
   return (num_layers - 1,)
 
 

@@ -79,6 +79,8 @@ def unused_keys(cfg: ModelConfig) -> set[str]:
       unused |= set(flatten(getattr(cfg, section)))
   if not family.reads("gdn") and not family.reads("cycle"):
     unused |= {"inhomogeneous_layer_cycle_interval"}
+  if not cfg.global_layers:
+    unused |= {"global_layers"}
   if family.layout != "listed_attention":
     unused |= {"attention_layers"}
   if family.layout != "hybrid_pattern":

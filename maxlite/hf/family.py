@@ -9,6 +9,7 @@ from maxlite.config.schema import ModelConfig, flatten
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson, Key, read_keys, write_keys
 from maxlite.hf.hf_rope import ROPE_KEYS, rope_from_hf, rope_to_hf
+from maxlite.hf.layer_types import SLIDING, global_layers_from_hf
 from maxlite.storage.json_values import Json, JsonObject
 
 # Keys without effect on what a model computes from its weights. Keys of losses and dropout concern
@@ -243,7 +244,9 @@ class HfFamily:
   activation_key: str = "hidden_act"
   activation_aliases: Sequence[str] = ()  # values of that key that mean the same activation
   partial_rotary: bool = False  # whether its heads may rotate only their first channels
-  checks_layer_types: bool = False  # whether local and global layers must follow MODELS
+  # Whether config.json may list local and global layers; other families than those with local
+  # layers have global ones only.
+  checks_layer_types: bool = False
   # Whether attention_bias of config.json is set; None: if the family's `out_bias` is.
   attention_bias: bool | None = None
   variants: Sequence[str] = ()  # further decoder blocks, which `extra_from_hf` returns
@@ -299,8 +302,6 @@ class HfFamily:
     hf.require(**(OF_DECODERS | dict(self.required)))
     if "sliding_window" not in (*self.defaults, *self.unread):
       hf.require(sliding_window=None)
-    if self.checks_layer_types:
-      self._require_layer_types(hf)
     keys = read_keys(self.decoder_keys, hf) | {
       "mlp_activations": self._mlp_activations(hf),
       "logits_via_embedding": hf["tie_word_embeddings"],
@@ -308,6 +309,9 @@ class HfFamily:
     keys |= self.heads_from_hf(hf)
     keys |= self.rope_from_hf(hf) | read_keys(self.keys, hf)
     keys.update(self.ours)
+    if self.checks_layer_types and hf.get("layer_types") is not None:
+      listed = hf["layer_types"]
+      keys |= global_layers_from_hf(hf, "layer_types", listed, SLIDING, self.decoder_block)
     if self.mtp:
       keys["mtp_num_layers"] = _mtp_num_layers(hf, self.mtp)
     if keys.get("mscale") and not model.reads("mla"):  # which alone scales the scores by it
@@ -345,7 +349,7 @@ class HfFamily:
     hf |= self.rope_to_hf(cfg)
     hf |= self.required
     if self.checks_layer_types and MODELS[self.decoder_block].global_layer_every:
-      hf["layer_types"] = self._layer_types(cfg.base_num_decoder_layers)
+      hf["layer_types"] = SLIDING.of_model(cfg)
     if self.aux_loss_key:
       hf[self.aux_loss_key] = cfg.moe.load_balance_loss_weight
     if self.mtp:
@@ -381,19 +385,6 @@ class HfFamily:
     if self.attention_bias is None:
       return MODELS[self.decoder_block].attention.out_bias
     return self.attention_bias
-
-  def _layer_types(self, num_layers: int) -> list[str]:
-    """Return what `layer_types` of config.json has for this family's layers."""
-    every = MODELS[self.decoder_block].global_layer_every
-    kinds = []
-    for number in range(1, num_layers + 1):
-      is_local = every > 0 and number % every != 0
-      kinds.append("sliding_attention" if is_local else "full_attention")
-    return kinds
-
-  def _require_layer_types(self, hf: ConfigJson) -> None:
-    if hf.get("layer_types") is not None:
-      hf.require(layer_types=self._layer_types(hf["num_hidden_layers"]))
 
 
 def _mtp_num_layers(hf: ConfigJson, mtp: MtpTensors) -> int:

@@ -56,6 +56,14 @@ def has_recurrence(cfg: ModelConfig) -> bool:
   return any(layer.mixer.is_recurrent for layer in layer_specs(cfg))
 
 
+def global_layers(cfg: ModelConfig) -> tuple[int, ...]:
+  """Numbers of the layers that attend globally; empty if the family has no local layers."""
+  every = cfg.family.global_layer_every
+  if not every or cfg.global_layers:
+    return cfg.global_layers
+  return tuple(range(every - 1, cfg.base_num_decoder_layers, every))
+
+
 def mtp_layer_spec(cfg: ModelConfig) -> LayerSpec:
   """A layer of multi-token prediction: as the model's last one, but it attends globally."""
   last = layer_specs(cfg)[-1]
@@ -65,11 +73,11 @@ def mtp_layer_spec(cfg: ModelConfig) -> LayerSpec:
 
 
 def uniform(cfg: ModelConfig) -> Stacks:
-  """Attention in every layer, in every n-th one globally if the family has local layers."""
-  every = cfg.family.global_layer_every
+  """Attention in every layer, in some globally if the family has local layers."""
+  attending_globally = global_layers(cfg)
   mixers: list[MixerSpec] = []
-  for number in range(1, cfg.base_num_decoder_layers + 1):
-    mixers.append(_attention(cfg, is_local=not every or number % every != 0))
+  for number in range(cfg.base_num_decoder_layers):
+    mixers.append(_attention(cfg, is_local=number not in attending_globally))
   return _with_experts(cfg, mixers)
 
 

@@ -15,6 +15,7 @@ from maxlite.errors import UserError, exit_on_user_error
 from maxlite.metrics.chips import CHIPS
 from maxlite.metrics.waits import report_wait
 from maxlite.metrics.writers import SafeConsole
+from maxlite.models.layer_stacks import global_layers
 from maxlite.planning import plan_report
 from maxlite.planning.comm_estimate import estimate_collectives
 from maxlite.planning.hlo import Module, parse
@@ -154,12 +155,9 @@ def _once_bytes(program: jax.stages.Compiled) -> float:
 
 def _local_share(model: ModelConfig) -> float | None:
   """The share of local layers, which take the true branch of their scan's only conditional."""
-  every = model.family.global_layer_every
-  if not every:
+  if not model.family.global_layer_every:
     return None
-  num_layers = model.base_num_decoder_layers
-  num_global = num_layers // every
-  return 1 - num_global / num_layers
+  return 1 - len(global_layers(model)) / model.base_num_decoder_layers
 
 
 def _plan_step(target: PlanTarget, phase: int, *, compiles: bool) -> bool:

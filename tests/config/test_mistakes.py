@@ -171,6 +171,14 @@ MISTAKES = (
       "decoder_block=gemma4_moe",
       "write mlp_only_layers=[]",
     ),
+    ("decoder_block=smollm3", "global_layers=[2,1]"): (
+      "global_layers=[2, 1]",
+      "from 0 to 3, in order",
+    ),
+    ("decoder_block=llama", "global_layers=[1]"): (
+      "decoder_block=llama",
+      "write global_layers=[]",
+    ),
     ("decoder_block=falcon_h1", "ssm_multipliers=[1,2]"): (
       "ssm_multipliers=[1.0, 2.0]",
       "has 2 numbers, but 5",

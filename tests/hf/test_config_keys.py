@@ -32,6 +32,12 @@ from maxlite.hf.hf_config import find_family
 from maxlite.hf.text_model import LARGER_MODELS
 from maxlite.models.layer_stacks import layer_specs, layer_stacks
 
+
+def listed(*is_global):
+  """`layer_types` of local and global layers."""
+  return [("sliding_attention", "full_attention")[each] for each in is_global]
+
+
 NO_LOCAL_BASE = {
   "full_attention": {"rope_type": "default", "rope_theta": 500.0},
   "sliding_attention": {"rope_type": "default", "rope_theta": 0.0},
@@ -83,7 +89,15 @@ MEANINGS = [
   ("mistral", "", {"rope_scaling": YARN}, {"rope_type": "yarn", "rope_factor": 4.0}),
   ("minimax_m2", "rope_parameters", {"rotary_dim": 2}, {"partial_rotary_factor": 0.25}),
   ("minimax_m2", "", {"rotary_dim": 2}, {"partial_rotary_factor": 0.5}),
-  ("smollm3", "no_rope_layers", {}, {"rope_max_timescale": 2e6}),
+  ("smollm3", "no_rope_layers", {}, {"rope_max_timescale": 2e6, "global_layers": ()}),
+  ("smollm3", "no_rope_layers", {"no_rope_layer_interval": 2}, {"global_layers": (1, 3)}),
+  ("smollm3", "", {"no_rope_layers": [1, 0, 0, 1, 1]}, {"global_layers": (1, 2)}),
+  ("gemma2", "", {"layer_types": listed(1, 0, 0)}, {"global_layers": (0,)}),
+  ("gemma3_text", "", {"layer_types": listed(0, 0, 1, 1, 0, 0, 0)}, {"global_layers": (2, 3)}),
+  ("olmo3", "", {"layer_types": listed(1, 0, 0, 1, 0)}, {"global_layers": (0, 3)}),
+  ("exaone4", "", {"layer_types": listed(0, 1, 0, 0, 1)}, {"global_layers": (1, 4)}),
+  ("cohere2", "", {"layer_types": listed(1, 1, 1, 1, 1)}, {"global_layers": (0, 1, 2, 3, 4)}),
+  ("gpt_oss", "", {"layer_types": listed(1, 0)}, {"global_layers": (0,)}),
   ("olmo3", "rope_parameters", {"rope_theta": 77.0}, {"local_rope_max_timescale": 500_000.0}),
   ("olmo3", "rope_parameters", {}, {"local_rope_max_timescale": 0.0}),
   ("phi3", "", {"sliding_window": None}, {"sliding_window_size": 0}),
@@ -137,6 +151,12 @@ MEANINGS = [
   ("llama4_text", "", {"use_qk_norm": False}, {"decoder_block": "llama4_maverick"}),
   ("llama4_text", "", {"attn_temperature_tuning": False}, {"query_scaling_beta": 0.0}),
   ("llama4_text", "layer_types", {"no_rope_layers": []}, {"sliding_window_size": 4}),
+  (
+    "llama4_text",
+    "layer_types",
+    {"no_rope_layers": [0, 1, 1, 1, 0, 0]},
+    {"global_layers": (0, 4, 5)},
+  ),
   (
     "llama4_text",
     "",
@@ -240,9 +260,12 @@ REFUSED = [
   ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"]}, "has indexer_types"),
   ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 4}, "index_topk_freq=4"),
   ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSS"}, "index_topk_pattern='FSS'"),
-  ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "has no_rope_layers"),
+  ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "has no_rope_layers"),
+  ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "has no_rope_layers"),
+  ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 2]}, "has no_rope_layers"),
+  ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 6}, "no_rope_layer_interval=6"),
   ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
-  ("olmo3", {"layer_types": ["full_attention"] * 5}, "has layer_types"),
+  ("olmo3", {"layer_types": listed(0, 0, 0, 0, 0)}, "has layer_types"),
   ("qwen3_moe", {"mlp_only_layers": [0, 1]}, r"step=1 and mlp_only_layers=\[0, 1\], with which no"),
   ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step=3"),
   ("exaone4", {"sliding_window": None}, "has layer_types"),
@@ -330,13 +353,10 @@ REFUSED = [
   ("cohere", {"sliding_window": 4}, "sliding_window=4"),
   ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
   ("cohere2", {"logit_scale": 0.0}, "logit_scale=0.0"),
-  ("cohere2", {"layer_types": ["full_attention"] * 5}, "has layer_types"),
-  ("llama4_text", {"no_rope_layers": [1, 1, 0, 1, 1, 1]}, "has no_rope_layers"),
-  (
-    "llama4_text",
-    {"no_rope_layers": None, "no_rope_layer_interval": 3},
-    "no_rope_layer_interval=3",
-  ),
+  ("cohere2", {"layer_types": ["chunked_attention"] * 5}, "has layer_types"),
+  ("llama4_text", {"no_rope_layers": [1, 1, 1, 1, 1, 1]}, "has no_rope_layers"),
+  ("llama4_text", {"no_rope_layers": [1, 1, 0, 1, 1, 1]}, "has layer_types"),
+  ("llama4_text", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "has layer_types"),
   ("llama4_text", {"layer_types": ["full_attention"] * 6}, "has layer_types"),
   ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
   ("llama4_text", {"moe_layers": []}, "no layer has experts"),
@@ -421,6 +441,21 @@ def test_any_layers_may_be_dense(model_type, pattern, expected):
   assert tuple(i for i, spec in enumerate(specs) if not spec.feed_forward.has_experts) == expected
   family, _ = find_family(cfg)  # which reads the same model back
   assert family.model_type == model_type
+
+
+@pytest.mark.parametrize(
+  ("model_type", "removed", "others", "expected"),
+  [meaning for meaning in MEANINGS if meaning[3].get("global_layers")],
+)
+def test_listed_global_layers_survive_the_export(model_type, removed, others, expected):
+  values = changed(model_type, removed, others)
+  keys = FAMILIES[model_type].config_from_hf(values)
+  cfg = build(ModelConfig, DEFAULTS | {"decoder_block": FAMILIES[model_type].decoder_block} | keys)
+  family, hf = find_family(cfg)
+  assert family.model_type == model_type
+  for name in {"layer_types", "no_rope_layers"} & values.keys():
+    assert hf[name] == values[name]
+  assert family.config_from_hf(hf)["global_layers"] == expected["global_layers"]
 
 
 @pytest.mark.parametrize(("step", "listed", "dense"), [(1, [0], [0]), (2, [1], [0, 1, 2, 4])])

@@ -7,10 +7,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from config_variants import Folder, config_of
 from hf_measure import FIXTURES, as_numpy
 from safetensors.numpy import load_file, save_file
+from support.needs import needs_transformers
 from support.slow_cases import fast_only
 
+import maxlite
 from maxlite.checkpoint import chunked_array
 from maxlite.checkpoint.checksum import leaves_by_path
 from maxlite.checkpoint.chunked_array import to_array
@@ -20,7 +23,7 @@ from maxlite.config.schema import DEFAULTS, ModelConfig, build, flatten
 from maxlite.hf.families import FAMILIES
 from maxlite.hf.hf_checkpoint import params_from_hf, write_weights
 from maxlite.hf.hf_config import find_family, model_keys
-from maxlite.hf.load_model import abstract_params, program_of_model
+from maxlite.hf.load_model import HfWeights, abstract_params, program_of_model
 from maxlite.hf.tensor_mapping import axis_layout
 
 # Of the default tests: dense, fused and recurrent layers, latent attention, and experts.
@@ -110,6 +113,73 @@ def test_weights_survive_the_round_trip_bitwise(model_type, tmp_path, small_chun
   assert got.keys() == want.keys()
   for name, array in want.items():
     assert got[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("model_type", fast_only(FAMILIES, "apertus", "nemotron_h"))
+def test_bfloat16_weights_in_several_files_survive_the_round_trip(model_type, tmp_path):
+  folder = tmp_path / "model"
+  in_bfloat16_shards(model_type, folder)
+  weights = HfWeights(folder)
+  assert weights.model.dtype == "bfloat16"
+  family, model, params = model_of(folder, weight_dtype="bfloat16")
+  arrays = arrays_of(folder, weight_dtype="bfloat16")
+  exact = arrays_of(folder)
+  for path, array in arrays.items():
+    np.testing.assert_array_equal(array.astype(np.float32), exact[path], err_msg=path)
+  out = tmp_path / "out"
+  out.mkdir()
+  write_weights(
+    out, family, model, params, lambda path, index: arrays[path][index], shard_bytes=9_000
+  )
+  got = tensors_of(out)
+  want = tensors_of(folder)
+  assert got.keys() == want.keys()
+  for name, array in want.items():
+    # Of routers in float32, unless the run's source.json says otherwise.
+    assert got[name].dtype == array.dtype or name.endswith("bias"), name
+    assert got[name].astype(array.dtype).tobytes() == array.tobytes(), name
+
+
+@pytest.mark.hf
+@needs_transformers
+@pytest.mark.parametrize("model_type", fast_only(FAMILIES, "apertus"))
+def test_a_bfloat16_folder_in_several_files_is_what_transformers_reads(model_type, tmp_path):
+  folder = Folder(model_type, tmp_path / "model")
+  in_bfloat16_shards(model_type, folder.path)
+  config = config_of(model_type)
+  ours = folder.our_logits(config)
+  assert ours.dtype == np.float32
+  theirs = folder.their_logits(config)
+  model, params = maxlite.load(folder.path, dtype="float32")
+  exact = np.asarray(model.apply(params, folder.tokens_BT))
+  scale = np.abs(theirs).max()
+  assert np.abs(exact - theirs).max() < 1e-4 * scale
+  # Where rounding changes which keys or experts a token has, its logits are others.
+  assert np.abs(ours - theirs).mean() < 0.01 * scale
+
+
+def in_bfloat16_shards(model_type, folder):
+  """Write a fixture into `folder`, with rounded weights in three files and an index."""
+  folder.mkdir(exist_ok=True)
+  shutil.copyfile(FIXTURES / model_type / "config.json", folder / "config.json")
+  (folder / "model.safetensors").unlink(missing_ok=True)
+  tensors = load_file(FIXTURES / model_type / "model.safetensors")
+  files = {}
+  for number, (name, array) in enumerate(sorted(tensors.items())):
+    shard = files.setdefault(f"model-{number % 3 + 1:05}-of-00003.safetensors", {})
+    shard[name] = array.astype(jax.numpy.bfloat16)
+  for file, shard in files.items():
+    save_file(shard, folder / file, {"format": "pt"})
+  index = {name: file for file, shard in files.items() for name in shard}
+  text = json.dumps({"metadata": {}, "weight_map": index})
+  (folder / "model.safetensors.index.json").write_text(text)
+
+
+def tensors_of(folder):
+  found = {}
+  for file in folder.glob("*.safetensors"):
+    found |= load_file(file)
+  return found
 
 
 @every_family

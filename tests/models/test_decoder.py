@@ -129,17 +129,21 @@ def test_layers_run_in_order(plan):
 @pytest.mark.parametrize(
   ("family", "num_layers", "plan"),
   [
-    ("gemma2", 2, {}),
+    ("gemma2", 4, {"global_layers": (0, 3)}),
+    slow("gemma2", 2, {}),
     slow("gemma3", 6, {}),
     slow("gpt_oss", 4, {"interleave_moe_layer_step": 2}),
+    slow("gpt_oss", 4, {"interleave_moe_layer_step": 2, "global_layers": (0, 3)}),
   ],
 )
-def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
+def test_every_nth_or_listed_layer_attends_beyond_the_window(family, num_layers, plan):
   """One layer at a time has a non-zero attention output; local layers attend one row."""
   options = {"sliding_window_size": 1, "base_num_decoder_layers": num_layers} | plan
   model = model_of(decoder_block=family, **options)
   params = params_of(model)
   step = plan.get("interleave_moe_layer_step", 1)
+  every = MODELS[family].global_layer_every
+  attending_globally = plan.get("global_layers", range(every - 1, num_layers, every))
 
   @jax.jit
   def run(params, tokens_BT):
@@ -168,7 +172,7 @@ def test_every_nth_layer_attends_beyond_the_window(family, num_layers, plan):
   for layer in range(num_layers):
     own_params = only(layer)
     moved_BTD = run(own_params, TOKENS_BT) != run(own_params, changed_BT)
-    is_global = (layer + 1) % MODELS[family].global_layer_every == 0
+    is_global = layer in attending_globally
     reached_T = np.asarray(moved_BTD).any(axis=(0, 2))
     np.testing.assert_array_equal(reached_T[[2, 3, 11]], [False, True, is_global])
 

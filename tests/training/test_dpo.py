@@ -54,6 +54,32 @@ MOE = {
   "load_balance_loss_weight": 0.5,
   "router_z_loss_weight": 0,
 }
+# A state, a convolution, and chunks of 3 positions end where a sequence does.
+RECURRENT = {
+  "decoder_block": "nemotron_h",
+  "base_num_decoder_layers": 3,
+  "hybrid_override_pattern": "M*-",
+  "mlp_activations": "[squared_relu]",
+  "mamba_num_heads": 4,
+  "mamba_head_dim": 4,
+  "mamba_num_groups": 2,
+  "mamba_state_dim": 4,
+  "mamba_chunk_size": 4,
+}
+CHUNKED = {
+  "decoder_block": "llama4",
+  "base_num_decoder_layers": 2,
+  "global_layers": "[1]",
+  "num_experts_per_tok": 1,
+  "router": "topk_sigmoid",
+  "norm_topk_prob": False,
+  "shared_experts": 1,
+  "sliding_window_size": 3,
+  "query_scaling_beta": 0.5,
+  "original_max_position_embeddings": 2,
+  "load_balance_loss_weight": 0,
+  "router_z_loss_weight": 0,
+}
 MEANS = (
   "loss",
   "rewards/chosen",
@@ -151,11 +177,13 @@ def dense():
   return program, with_drawn_adapters(program.init(0))
 
 
-@pytest.mark.parametrize("num_micro", [slow(1), 4])
-def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(dense, num_micro):
-  _, state = dense
-  keys = DENSE | ADAPTERS | {"gradient_accumulation_steps": num_micro}
+@pytest.mark.parametrize(
+  ("model", "num_micro"), [slow(DENSE, 1), (DENSE, 4), slow(RECURRENT, 1), slow(CHUNKED, 1)]
+)
+def test_packed_pairs_have_the_loss_and_gradients_of_the_definition(model, num_micro):
+  keys = model | ADAPTERS | {"gradient_accumulation_steps": num_micro}
   program = program_on("", 1, **keys, per_device_batch_size=ROWS)
+  state = with_drawn_adapters(program.init(0))
   rows = draw_pairs(0)
   step = jax.jit(build_objective_parts(program, program.objectives[0]).gradients)
   result = step(state.params, None, place(program, packed(rows)), jax.random.key(0))

@@ -171,6 +171,24 @@ def gated_delta(cfg: Config) -> Violations:
     )
 
 
+def global_layers(cfg: Config) -> Violations:
+  """The rules on a list of the layers that attend globally."""
+  model = cfg.model
+  if not model.global_layers:
+    return
+  if not model.family.global_layer_every:
+    yield Violation(
+      ["global_layers", "decoder_block"],
+      "the layers of this family do not differ in that; write global_layers=[]",
+    )
+  num_layers = model.base_num_decoder_layers
+  if list(model.global_layers) != sorted({*model.global_layers} & {*range(num_layers)}):
+    yield Violation(
+      ["global_layers", "base_num_decoder_layers"],
+      f"must be different numbers from 0 to {num_layers - 1}, in order",
+    )
+
+
 def listed_attention(cfg: Config) -> Violations:
   """The rules on models with attention in listed layers, and a recurrence in the others."""
   model = cfg.model
@@ -489,6 +507,7 @@ MODEL_RULES = (
   attention,
   indexer,
   gated_delta,
+  global_layers,
   listed_attention,
   hybrid_pattern,
   recurrence,

@@ -244,6 +244,12 @@ class ModelConfig:
     "and the others locally.",
     low=1,
   )
+  global_layers: tuple[int, ...] = model_field(
+    (),
+    "Numbers, from 0, of the layers that attend globally in families in which the others attend "
+    "locally or have a rotary embedding. Empty: every n-th layer, as published with the family.",
+    low=0,
+  )
   attention_layers: tuple[int, ...] = model_field(
     (),
     "Numbers, from 0, of the layers that attend in families in which the others are state-space "

@@ -7,38 +7,27 @@ from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.olmo import BLOCK
 from maxlite.hf.family import DENSE_KEYS, SLIDING_WINDOW, HfFamily
+from maxlite.hf.layer_types import SLIDING, global_layers_from_hf
 from maxlite.storage.json_values import Json, JsonObject
-
-INTERVAL = MODELS["exaone4"].global_layer_every
-
-
-def _layer_types(num_layers: int, has_local: bool) -> list[str]:
-  kinds = []
-  for number in range(1, num_layers + 1):
-    if has_local and number % INTERVAL != 0:
-      kinds.append("sliding_attention")
-    else:
-      kinds.append("full_attention")
-  return kinds
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
   """Return the decoder block: without a window all layers are global, with rotary embeddings."""
-  has_local = hf["sliding_window"] is not None
-  if hf.get("layer_types") is not None:
+  decoder_block = "exaone4_global" if hf["sliding_window"] is None else "exaone4"
+  listed = hf.get("layer_types")
+  every = MODELS[decoder_block].global_layer_every
+  if listed is not None:
     hf.get("sliding_window_pattern")  # without effect if there is the list
-    hf.require(layer_types=_layer_types(keys["base_num_decoder_layers"], has_local))
-  elif has_local:
-    hf.require(sliding_window_pattern=INTERVAL)
-  if has_local:
-    return {"decoder_block": "exaone4"}
-  return {"decoder_block": "exaone4_global"}
+    found = global_layers_from_hf(hf, "layer_types", listed, SLIDING, decoder_block)
+    return {"decoder_block": decoder_block} | found
+  if every:
+    hf.require(sliding_window_pattern=every)
+  return {"decoder_block": decoder_block}
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
   interval = cfg.family.global_layer_every or None
-  layer_types = _layer_types(cfg.base_num_decoder_layers, has_local=interval is not None)
-  return {"layer_types": layer_types, "sliding_window_pattern": interval}
+  return {"layer_types": SLIDING.of_model(cfg), "sliding_window_pattern": interval}
 
 
 EXAONE4 = HfFamily(

@@ -1,18 +1,19 @@
 """Llama 4: attention in chunks with a rotary embedding, and global layers without one; experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from maxlite.config.model_families import MODELS
 from maxlite.config.moe_plan import moe_plan
 from maxlite.config.schema import ModelConfig
 from maxlite.errors import UserError
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.mixtral import dense_layer_keys, has_experts_of
+from maxlite.hf.families.smollm import rotated_from_hf
 from maxlite.hf.family import NORMS, HfFamily, Key, TensorRule, mlp
 from maxlite.hf.hf_rope import ORIGINAL, read_rope, rope_values
+from maxlite.hf.layer_types import ROTATED, LayerKinds, global_layers_from_hf
 from maxlite.storage.json_values import Json, JsonObject
 
-INTERVAL = MODELS["llama4"].global_layer_every
+CHUNKED = LayerKinds("chunked_attention", "full_attention")
 BLOCK = (
   *NORMS,
   # Rotary pairs are adjacent channels.
@@ -46,26 +47,22 @@ def _rope_from_hf(hf: ConfigJson) -> JsonObject:
   return keys | {"query_scaling_beta": float(beta), ORIGINAL: length}
 
 
-def _rotates(num_layers: int) -> list[int]:
-  """Return for every layer whether it has a rotary embedding, as `no_rope_layers` has it."""
-  return [int(number % INTERVAL != 0) for number in range(1, num_layers + 1)]
+def _global_layers(hf: ConfigJson) -> JsonObject:
+  """Return our key of the layers that attend globally, without a rotary embedding.
 
-
-def _layer_types(rotates: Sequence[int]) -> list[str]:
-  return ["chunked_attention" if rotated else "full_attention" for rotated in rotates]
-
-
-def _require_layers(hf: ConfigJson) -> None:
-  """Raise UserError unless every fourth layer attends globally, without a rotary embedding."""
-  num_layers = hf["num_hidden_layers"]
-  expected = _rotates(num_layers)
-  interval = hf["no_rope_layer_interval"]
-  if hf.get("no_rope_layers"):
-    hf.require(no_rope_layers=expected)
-  elif [int(number % interval != 0) for number in range(1, num_layers + 1)] != expected:
-    hf.require(no_rope_layer_interval=INTERVAL)
-  if hf.get("layer_types") is not None:
-    hf.require(layer_types=_layer_types(expected))
+  Raises:
+    UserError: no layer does, or `layer_types` and `no_rope_layers` do not list the same ones.
+  """
+  rotated = rotated_from_hf(hf, hf.get("no_rope_layers") or None, "llama4")
+  listed = hf.get("layer_types")
+  if listed is not None:
+    attending = global_layers_from_hf(hf, "layer_types", listed, CHUNKED, "llama4")
+    if attending != rotated:
+      raise UserError(
+        f"config.json has layer_types={listed}, of which others attend globally than those without "
+        "a rotary embedding by no_rope_layers: choose another checkpoint"
+      )
+  return rotated
 
 
 def _has_experts(hf: ConfigJson) -> list[bool]:
@@ -89,20 +86,19 @@ def _has_experts(hf: ConfigJson) -> list[bool]:
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  _require_layers(hf)
   decoder_block = "llama4" if hf["use_qk_norm"] else "llama4_maverick"
-  return {"decoder_block": decoder_block} | dense_layer_keys(_has_experts(hf))
+  plan = dense_layer_keys(_has_experts(hf))
+  return {"decoder_block": decoder_block} | _global_layers(hf) | plan
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
   has_experts = has_experts_of(cfg)
   plan = moe_plan(has_experts)
-  rotates = _rotates(cfg.base_num_decoder_layers)
   beta = cfg.rope.query_scaling_beta
   return {
     "use_qk_norm": bool(cfg.family.attention.qk_norm),
-    "no_rope_layers": rotates,
-    "layer_types": _layer_types(rotates),
+    "no_rope_layers": ROTATED.of_model(cfg),
+    "layer_types": CHUNKED.of_model(cfg),
     "moe_layers": [layer for layer, has in enumerate(has_experts) if has],
     "interleave_moe_layer_step": plan[1] if plan else 1,
     "attn_temperature_tuning": beta > 0,

@@ -1,4 +1,4 @@
-"""SmolLM3: layers of Llama, without a rotary embedding in every fourth."""
+"""SmolLM3: layers of Llama, without a rotary embedding in every fourth or in listed ones."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,33 +7,42 @@ from maxlite.config.model_families import MODELS
 from maxlite.config.schema import ModelConfig
 from maxlite.hf.config_json import ConfigJson
 from maxlite.hf.families.llama import LLAMA
+from maxlite.hf.layer_types import ROTATED, global_layers_from_hf
 from maxlite.storage.json_values import Json, JsonObject
 
-INTERVAL = MODELS["smollm3"].global_layer_every
 
+def rotated_from_hf(hf: ConfigJson, listed: Json, decoder_block: str) -> JsonObject:
+  """Return our key of the layers without a rotary embedding.
 
-def _has_rope(num_layers: int) -> list[int]:
-  """Return what `no_rope_layers` of config.json has: 1 for layers with a rotary embedding."""
-  return [int(number % INTERVAL != 0) for number in range(1, num_layers + 1)]
+  Args:
+    listed: `no_rope_layers`, which has 0 for them and 1 for the others; null: every n-th is one.
+
+  Raises:
+    UserError: no layer is without, or the list is not one of 0 and 1 for each layer.
+  """
+  if listed is not None:
+    hf.get("no_rope_layer_interval")  # without effect if there is the list
+    return global_layers_from_hf(hf, "no_rope_layers", listed, ROTATED, decoder_block)
+  interval = hf["no_rope_layer_interval"]
+  num_layers = hf["num_hidden_layers"]
+  every = MODELS[decoder_block].global_layer_every
+  if interval != every and not 1 <= interval <= num_layers:
+    hf.require(no_rope_layer_interval=every)
+  listed = ROTATED.of_interval(num_layers, interval)
+  return global_layers_from_hf(hf, "no_rope_layers", listed, ROTATED, decoder_block)
 
 
 def _from_hf(hf: ConfigJson, keys: Mapping[str, Json]) -> JsonObject:
-  num_layers = keys["base_num_decoder_layers"]
-  if hf.get("no_rope_layers") is None:
-    hf.require(no_rope_layer_interval=INTERVAL)
-  else:
-    hf.get("no_rope_layer_interval")  # without effect if there is the list
-    hf.require(no_rope_layers=_has_rope(num_layers))
   if hf.get("layer_types") is not None:
-    hf.require(layer_types=["full_attention"] * num_layers)
-  return {}
+    hf.require(layer_types=["full_attention"] * keys["base_num_decoder_layers"])
+  return rotated_from_hf(hf, hf.get("no_rope_layers"), "smollm3")
 
 
 def _to_hf(cfg: ModelConfig) -> JsonObject:
   num_layers = cfg.base_num_decoder_layers
   return {
-    "no_rope_layers": _has_rope(num_layers),
-    "no_rope_layer_interval": INTERVAL,
+    "no_rope_layers": ROTATED.of_model(cfg),
+    "no_rope_layer_interval": cfg.family.global_layer_every,
     "layer_types": ["full_attention"] * num_layers,
   }
 

@@ -360,8 +360,23 @@ def test_a_bounded_buffer_drops_whole_rows_and_reports_them(build_sharder, expec
   assert not same_E[[3, 5, 7]].any()
 
 
-def test_shared_experts_process_every_token(build_sharder):
+def latent_params(num_latent):
+  """Of experts that read and write a projection."""
+  return {
+    "latent_down": {"kernel": draw((DIM, num_latent), 7)},
+    "latent_up": {"kernel": draw((num_latent, DIM), 8)},
+    "wi_0": draw((NUM_EXPERTS, num_latent, HIDDEN), 2),
+    "wi_1": draw((NUM_EXPERTS, num_latent, HIDDEN), 3),
+    "wo": draw((NUM_EXPERTS, HIDDEN, num_latent), 4),
+  }
+
+
+@pytest.mark.parametrize("num_latent", [0, 4])
+def test_shared_experts_process_every_token(build_sharder, num_latent):
+  """Not a projection of it, if the routed experts read one."""
   params, x_BTD, _ = make_case("uniform")
+  if num_latent:
+    params |= latent_params(num_latent)
   shared = {
     "wi_0": {"kernel": draw((DIM, 2 * HIDDEN), 0)},
     "wi_1": {"kernel": draw((DIM, 2 * HIDDEN), 1)},
@@ -370,7 +385,7 @@ def test_shared_experts_process_every_token(build_sharder):
   sharder = build_sharder({"expert": 2, "fsdp": 2, "tensor": 2})
 
   def output(params, **changes):
-    keys = {"mlp_activations_limit": 0.5, "sparse_matmul": False}
+    keys = {"mlp_activations_limit": 0.5, "sparse_matmul": False, "moe_latent_size": num_latent}
     block = block_of(sharder, "float64", **keys, **changes)
     y_BTD, _ = jax.jit(block.apply)({"params": params}, x_BTD, SEGMENT_BT)
     return y_BTD
@@ -428,13 +443,7 @@ def test_the_block_counts_the_buffers_that_overflow_by_factor(build_sharder, exp
 def test_experts_of_a_projection_equal_the_reference(build_sharder, dispatch, mesh):
   num_latent = 4
   params, x_BTD, cotangents = make_case("skewed")
-  params |= {
-    "latent_down": {"kernel": draw((DIM, num_latent), 7)},
-    "latent_up": {"kernel": draw((num_latent, DIM), 8)},
-    "wi_0": draw((NUM_EXPERTS, num_latent, HIDDEN), 2),
-    "wi_1": draw((NUM_EXPERTS, num_latent, HIDDEN), 3),
-    "wo": draw((NUM_EXPERTS, HIDDEN, num_latent), 4),
-  }
+  params |= latent_params(num_latent)
   with jax.enable_x64(True):
     run = runner(build_sharder(MESHES[mesh]), moe_latent_size=num_latent, **DISPATCHES[dispatch])
     got = run(params, x_BTD, cotangents)
