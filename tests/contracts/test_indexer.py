@@ -42,15 +42,20 @@ def test_cached_decoding_selects_the_keys_of_the_whole_row(num_new):
     entries = cache.init_cache(shapes[cache.COLLECTION], 2, num_new, first_block=4)
     length_B = np.full(2, NUM_PROMPT, np.int32)
     entries = cache.insert(entries, kept[cache.COLLECTION], np.arange(2), length_B)
-    logits = [first_BTV]
-    for start in range(NUM_PROMPT, NUM_TOKENS, num_new):
-      new_BT = TOKENS_BT[:, start : start + num_new]
-      position_BT = np.broadcast_to(start + np.arange(num_new, dtype=np.int32), new_BT.shape)
+
+    def step(entries, start):
+      new_BT = jax.lax.dynamic_slice_in_dim(TOKENS_BT, start, num_new, axis=1)
+      position_BT = jnp.broadcast_to(
+        start + jnp.arange(num_new, dtype=jnp.int32)[None], (2, num_new)
+      )
       variables = {"params": params, cache.COLLECTION: entries}
-      later_BTV, kept = model.apply(variables, new_BT, np.ones_like(new_BT), position_BT, **KEPT)
-      entries = kept[cache.COLLECTION]
-      logits.append(later_BTV)
-    return jnp.concatenate(logits, axis=1), model.apply({"params": params}, TOKENS_BT)
+      later_BTV, kept = model.apply(variables, new_BT, jnp.ones_like(new_BT), position_BT, **KEPT)
+      return kept[cache.COLLECTION], later_BTV
+
+    starts = jnp.arange(NUM_PROMPT, NUM_TOKENS, num_new, dtype=jnp.int32)
+    _, later_nBTV = jax.lax.scan(step, entries, starts)
+    cached_BTV = jnp.concatenate([first_BTV, *later_nBTV], axis=1)
+    return cached_BTV, model.apply({"params": params}, TOKENS_BT)
 
   cached_BTV, whole_BTV = families.jit(run)(params)
   np.testing.assert_allclose(cached_BTV, whole_BTV, atol=1e-5 * np.abs(whole_BTV).max())
